@@ -1,0 +1,88 @@
+"""The plan: one frozen object that says who does what in one generation, and the order that each worker gets from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from checkpointing.layout import Layout
+from checkpointing.schema import Schema
+from checkpointing.transfer import Fetch
+from workers.program import Program
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of the generation's mesh: the worker that plays it, that worker's node, and the node that keeps its copy."""
+
+    worker: str
+    node: str
+    buddy: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what in one generation. ``members[rank]`` plays ``rank`` of ``layout``; training goes on after ``step``."""
+
+    generation: int
+    layout: Layout
+    members: tuple[Member, ...]
+    spares: tuple[str, ...]
+    step: int
+    survives: int
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes that hold a member, in rank order, each once."""
+        return tuple(dict.fromkeys(member.node for member in self.members))
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "layout": str(self.layout)}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one worker needs to play its rank in a generation, from forming the groups to the last step.
+
+    fetches     this rank's part of the transfer plan; None starts from fresh weights
+    store       (host, port) of the rendezvous server that this generation uses
+    keepers     node -> keeper handle, for the pieces that lie on other nodes
+    keeper      the keeper of the worker's own node
+    buddy       the keeper that holds this rank's copy, or None
+    readers     reader handles in this worker's order of preference
+    cursor      position in the global data order of the first step to run
+    tokens      valid tokens consumed so far (counts towards ``max_tokens``)
+    """
+
+    generation: int
+    layout: Layout
+    rank: int
+    program: Program
+    schema: Schema
+    store: tuple[str, int]
+    fetches: tuple[Fetch, ...] | None
+    node: str
+    keepers: dict[str, Any]
+    keeper: Any
+    buddy: Any | None
+    readers: tuple[Any, ...]
+    step: int
+    cursor: list[int]
+    tokens: int
+    snapshot_every: int | str
+    durable_every: int
+    detect_bound_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one worker's part in a generation ended.
+
+    kind  "finished" (an end condition), "paused" (asked to stop after a step), "fenced" (a peer failed) or "failed" (this worker raised)
+    step  the last step whose optimizer update this worker applied
+    """
+
+    kind: str
+    step: int
+    cause: str = ""
+    fenced_at: float = 0.0
