@@ -1,0 +1,108 @@
+"""The Ray actors: `Keeper`, `Worker` and `Reader` with a lease, and nothing else.
+
+The actors are detached, so that they outlive a driver that dies. Each holds a lease that the driver renews; when nobody
+has renewed it for ``grace_s`` the process ends itself, the keeper last of all removing its node's placement group.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import ray
+
+from checkpointing.keeper import Keeper
+from pipelines.reader import Reader
+
+NAMESPACE = "planaria"
+
+
+class Lease:
+    """Ends this process when ``renew`` has not been called for ``grace_s`` seconds."""
+
+    def start_lease(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._expires = time.monotonic() + grace_s
+        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    def renew(self) -> int:
+        """Called by the driver; returns this process's id."""
+        self._expires = time.monotonic() + self._grace_s
+        return os.getpid()
+
+    def _watch(self) -> None:
+        while (left := self._expires - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+        self.lease_expired()
+        os._exit(0)
+
+    def lease_expired(self) -> None:
+        """What to do before the process ends."""
+
+
+@ray.remote(max_restarts=0)
+class KeeperActor(Keeper, Lease):
+    """A node's keeper. It reserves the node's devices for the workers beside it."""
+
+    def __init__(self, node: str, grace_s: float) -> None:
+        Keeper.__init__(self, node, _call_hold)
+        self.start_lease(grace_s)
+
+    def device_ids(self) -> list[int]:
+        """Accelerator ids that Ray gave to this node's bundle; empty on a CPU node."""
+        return [int(index) for index in ray.get_gpu_ids()]
+
+    def lease_expired(self) -> None:
+        group = ray.util.get_current_placement_group()
+        if group is not None:
+            ray.util.remove_placement_group(group)
+
+
+def _call_hold(buddy: Any, *args: Any) -> None:
+    ray.get(buddy.hold.remote(*args))
+
+
+@ray.remote(max_restarts=0)
+class ReaderActor(Reader, Lease):
+    """Builds batches ahead of the trainers."""
+
+    def __init__(self, grace_s: float, *args: Any) -> None:
+        Reader.__init__(self, *args)
+        self.start_lease(grace_s)
+
+
+@ray.remote(max_restarts=0)
+class WorkerActor(Lease):
+    """A worker. Torch is imported in the actor's own process only; every method is `workers.worker.Worker`'s."""
+
+    def __init__(self, grace_s: float, device_index: int | None, num_threads: int) -> None:
+        from workers.worker import Worker
+
+        self.start_lease(grace_s)
+        self._worker = Worker(device_index, num_threads)
+
+    def warm_up(self) -> dict[str, Any]:
+        return self._worker.warm_up()
+
+    def describe(self, program: Any) -> Any:
+        return self._worker.describe(program)
+
+    def run(self, order: Any) -> Any:
+        return self._worker.run(order)
+
+    def fence(self, generation: int, cause: str) -> float:
+        return self._worker.fence(generation, cause)
+
+    def quiesced(self, timeout_s: float) -> Any:
+        return self._worker.quiesced(timeout_s)
+
+    def stop_after_step(self) -> None:
+        self._worker.stop_after_step()
+
+    def reports(self, generation: int, after: int, timeout_s: float) -> Any:
+        return self._worker.reports(generation, after, timeout_s)
+
+    def ping(self) -> float:
+        return time.time()

@@ -1,0 +1,63 @@
+"""Attach to a Ray cluster, or start a local one; see what nodes it has."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ray
+
+from orchestrator.actors import NAMESPACE
+
+DOMAIN_LABEL = "planaria.io/failure-domain"
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """One living node of the cluster. ``free`` is what nobody has reserved, in Ray's units."""
+
+    ray_id: str
+    address: str
+    labels: dict[str, str]
+    free: dict[str, float]
+
+    @property
+    def domain(self) -> str:
+        """The failure domain: the node itself unless a label names a wider one."""
+        return self.labels.get(DOMAIN_LABEL, self.ray_id)
+
+
+@contextlib.contextmanager
+def connect(address: str | None) -> Iterator[None]:
+    """Attach to ``address`` (or RAY_ADDRESS, or the job's own cluster); start a local cluster when there is none named.
+
+    A local cluster ends with this context. Raises ValueError with a sentence when the address does not answer or speaks
+    another version of Ray.
+    """
+    wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        ray.init(wanted, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except RuntimeError as error:
+        if "ersion mismatch" in str(error):
+            raise ValueError(f"the cluster at {wanted} runs another version of Ray or Python: {error}") from None
+        raise
+    except ConnectionError as error:
+        raise ValueError(f"no Ray cluster answers at {wanted}: {error}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def living_nodes() -> list[RayNode]:
+    """The cluster's living nodes, in the order of their addresses and ids."""
+    free = ray._private.state.available_resources_per_node()
+    nodes = [
+        RayNode(node["NodeID"], node["NodeManagerAddress"], dict(node.get("Labels") or {}), free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (node.address, node.ray_id))

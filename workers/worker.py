@@ -1,0 +1,84 @@
+"""The worker process: warm before it is needed, responsive while it trains.
+
+Methods are called from several threads of a Ray actor: ``run`` blocks in one of them (the training thread), the others
+answer beside it. Whatever happens to a generation, the process, its imports and its sockets live on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+from checkpointing.schema import Schema
+from workers.device import Device
+from workers.engine import describe, warm_up
+from workers.plan import Order, Outcome
+from workers.program import Program
+from workers.rendezvous import RendezvousServer
+from workers.run import Control, play
+
+
+class Worker:
+    """One device of one node. ``run(order)`` plays a rank; before and between orders it is a warm standby."""
+
+    def __init__(self, device_index: int, num_threads: int) -> None:
+        self._device = Device.choose(device_index, num_threads)
+        self._server = RendezvousServer()
+        self._lock = threading.Lock()
+        self._fenced_below = 0
+        self._control: Control | None = None
+
+    def warm_up(self) -> dict[str, Any]:
+        """Load what the first step would load, then say who this is: pid, device kind, rendezvous address."""
+        warm_up(self._device.torch)
+        return {"pid": os.getpid(), "device": self._device.kind, "store": self._server.address}
+
+    def describe(self, program: Program) -> Schema:
+        """The schema of ``program``'s training state; raises ValueError for a model that cannot be built."""
+        return describe(program)
+
+    def run(self, order: Order) -> Outcome:
+        """Play ``order`` until its generation ends; refuses a generation that has been fenced already."""
+        with self._lock:
+            if order.generation <= self._fenced_below:
+                return Outcome("fenced", order.step, f"generation {order.generation} was fenced before it began")
+            assert self._control is None or self._control.done.is_set(), "the previous generation still runs"
+            control = self._control = Control(order.generation)
+        try:
+            return play(order, self._device, control)
+        finally:
+            control.finish()
+
+    def fence(self, generation: int, cause: str) -> float:
+        """End ``generation`` and all older ones here; returns at once with the time of day. Safe to call twice."""
+        with self._lock:
+            self._fenced_below = max(self._fenced_below, generation)
+            control = self._control
+        if control is not None and control.generation <= generation:
+            control.fence.trip(cause)
+        return time.time()
+
+    def quiesced(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """Wait until the training thread has left its generation; its last reports, or None when it has not in time."""
+        control = self._control
+        if control is None:
+            return []
+        return control.reports(0, 0) if control.done.wait(timeout_s) else None
+
+    def stop_after_step(self) -> None:
+        """Ask for a stop at the next vote: every member ends after the same step."""
+        if self._control is not None:
+            self._control.stop.set()
+
+    def reports(self, generation: int, after: int, timeout_s: float) -> list[dict[str, Any]]:
+        """Long poll: what this worker reported in ``generation`` after number ``after``."""
+        control = self._control
+        if control is None or control.generation != generation:
+            time.sleep(0.01)  # the order is still on its way; the caller polls again
+            return []
+        return control.reports(after, timeout_s)
+
+    def ping(self) -> float:
+        return time.time()
