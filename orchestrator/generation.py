@@ -1,0 +1,194 @@
+"""One generation at work, seen from the driver: start the ranks, follow their reports, notice that something died, end it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from checkpointing.transfer import Holding
+from orchestrator.nodes import Nodes, WorkerHandle
+from workers.plan import Order, Outcome, Plan
+
+# Who has not answered a call on its own thread for this long, once something is known to be wrong, counts as dead.
+ANSWER_S = 1.0
+_PING_EVERY_S = 1.0
+_POLL_S = 2.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a generation ended. kind "finished", "paused" or "failed"; ``cause`` and ``since`` (time of day of the first sign) for a failure."""
+
+    kind: str
+    step: int
+    cause: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What is left after a failure."""
+
+    dead_workers: tuple[str, ...]
+    dead_nodes: tuple[str, ...]
+    holdings: tuple[Holding, ...]
+    reports: tuple[dict[str, Any], ...]
+
+
+class Running:
+    """The ranks of one generation while they run."""
+
+    def __init__(self, plan: Plan, orders: list[Order], workers: dict[str, WorkerHandle], detect_bound_s: float) -> None:
+        self.plan = plan
+        self._bound_s = detect_bound_s
+        self._members = [workers[member.worker] for member in plan.members]
+        self._runs = {
+            worker.actor.run.remote(order): rank for rank, (worker, order) in enumerate(zip(self._members, orders, strict=True))
+        }
+        self._seen = 0
+        self._poll = self._next_poll()
+        self._pings: dict[Any, tuple[int, float]] = {}
+        self._next_ping = time.monotonic() + _PING_EVERY_S
+        self._outcomes: dict[int, Outcome] = {}
+
+    def _next_poll(self) -> Any:
+        return self._members[0].actor.reports.remote(self.plan.generation, self._seen, _POLL_S)
+
+    def wait(self, timeout_s: float) -> tuple[list[dict[str, Any]], Ended | None]:
+        """New reports of rank 0 and, once the generation has ended, how. Returns early when there is something to tell."""
+        self._ping()
+        ready, _ = ray.wait([*self._runs, self._poll, *self._pings], num_returns=1, timeout=timeout_s)
+        reports: list[dict[str, Any]] = []
+        ended = None
+        for ref in ready:
+            if ref == self._poll:
+                reports, ended = self._read_poll()
+            elif ref in self._pings:
+                rank, _ = self._pings.pop(ref)
+                ended = self._failure_of(rank, ref) if _error_of(ref) else None
+            else:
+                ended = self._read_run(ref)
+        return reports, ended or self._silent()
+
+    def _read_poll(self) -> tuple[list[dict[str, Any]], Ended | None]:
+        if _error_of(self._poll):
+            return [], self._failure_of(0, self._poll)
+        reports = self._take(ray.get(self._poll))
+        self._poll = self._next_poll()
+        return reports, None
+
+    def _take(self, reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        fresh = [report for report in reports if report["seq"] > self._seen]
+        if fresh:
+            self._seen = fresh[-1]["seq"]
+        return fresh
+
+    def _read_run(self, ref: Any) -> Ended | None:
+        rank = self._runs.pop(ref)
+        if _error_of(ref):
+            return self._failure_of(rank, ref)
+        outcome = self._outcomes[rank] = ray.get(ref)
+        if outcome.kind in ("finished", "paused"):
+            # The last vote said that every member holds the last snapshot; the others are on their way out too.
+            return Ended(outcome.kind, outcome.step)
+        where = f"rank {rank} on {self._members[rank].node}"
+        return Ended("failed", outcome.step, f"{where}: {outcome.cause}", outcome.fenced_at)
+
+    def _failure_of(self, rank: int, ref: Any) -> Ended:
+        error = _error_of(ref)
+        assert error is not None
+        return Ended("failed", -1, f"rank {rank} on {self._members[rank].node} died ({type(error).__name__})", time.time())
+
+    def _ping(self) -> None:
+        now = time.monotonic()
+        if now < self._next_ping:
+            return
+        self._next_ping = now + _PING_EVERY_S
+        waiting = {rank for rank, _ in self._pings.values()}
+        for rank, worker in enumerate(self._members):
+            if rank not in waiting:
+                self._pings[worker.actor.ping.remote()] = (rank, now)
+
+    def _silent(self) -> Ended | None:
+        """A member that has not answered a ping within the detection bound is taken for hung."""
+        now = time.monotonic()
+        for rank, asked in self._pings.values():
+            if now - asked > self._bound_s:
+                cause = f"rank {rank} on {self._members[rank].node} has been silent for {self._bound_s:g} s"
+                return Ended("failed", -1, cause, time.time() - self._bound_s)
+        return None
+
+    def stop_after_step(self) -> None:
+        """Ask for a stop at the next vote; one member's word is enough."""
+        self._members[0].actor.stop_after_step.remote()
+
+    def drain(self) -> list[dict[str, Any]]:
+        """After a planned end: wait for every rank to leave, and the reports that were still on their way."""
+        ray.wait(list(self._runs), num_returns=len(self._runs), timeout=self._bound_s)
+        call = self._members[0].actor.reports.remote(self.plan.generation, self._seen, 0)
+        ready, _ = ray.wait([call], timeout=ANSWER_S)
+        return self._take(ray.get(call)) if ready and not _error_of(call) else []
+
+    def quiesce(self, cause: str, nodes: Nodes) -> Survivors:
+        """Fence the generation everywhere, wait until the survivors are out of it, and list what they hold.
+
+        Membership is who answers a call beside the training thread now; not who returned from training, and not Ray's
+        own detection, which takes some 13 s for a killed node.
+        """
+        generation = self.plan.generation
+        fences = {worker.id: worker.actor.fence.remote(generation, cause) for worker in self._members}
+        keepers = {node.name: node.keeper.fence.remote(generation) for node in nodes if node.starting is None}
+        deadline = time.monotonic() + ANSWER_S
+        dead_nodes = {name for name, ref in keepers.items() if not _answers(ref, deadline)}
+        dead = {
+            worker.id for worker in self._members if worker.node in dead_nodes or not _answers(fences[worker.id], deadline)
+        }
+        alive = [worker for worker in self._members if worker.id not in dead]
+        quiesced = {worker.id: worker.actor.quiesced.remote(self._bound_s) for worker in alive}
+        deadline = time.monotonic() + self._bound_s + ANSWER_S
+        reports: list[dict[str, Any]] = []
+        for name, ref in quiesced.items():
+            told = ray.get(ref) if _answers(ref, deadline) else None
+            if told is None:
+                dead.add(name)  # its training thread is stuck somewhere: it cannot play a rank again
+            else:
+                reports += told
+        holdings, dead_keepers = take_inventory(nodes, set(keepers) - dead_nodes)
+        latest = sorted(self._take(sorted(_unique(reports), key=lambda report: report["seq"])), key=lambda r: r["seq"])
+        return Survivors(tuple(sorted(dead)), tuple(sorted(dead_nodes | dead_keepers)), tuple(holdings), tuple(latest))
+
+
+def take_inventory(nodes: Nodes, names: set[str]) -> tuple[list[Holding], set[str]]:
+    """What the keepers of these nodes hold, and which of them did not answer."""
+    calls = {name: nodes[name].keeper.inventory.remote() for name in names}
+    deadline = time.monotonic() + ANSWER_S
+    holdings: list[Holding] = []
+    silent = set()
+    for name, ref in calls.items():
+        if _answers(ref, deadline):
+            holdings += ray.get(ref)
+        else:
+            silent.add(name)
+    return holdings, silent
+
+
+def _unique(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One report per step and kind: members report the same steps."""
+    return list({(report["kind"], report.get("step"), report["seq"]): report for report in reports}.values())
+
+
+def _answers(ref: Any, deadline: float) -> bool:
+    ready, _ = ray.wait([ref], timeout=max(0.0, deadline - time.monotonic()))
+    return bool(ready) and _error_of(ref) is None
+
+
+def _error_of(ref: Any) -> Exception | None:
+    """The error that a finished call ended with: its actor died, or the method raised."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return error
+    return None

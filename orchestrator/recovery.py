@@ -1,0 +1,92 @@
+"""From what survives to the next plan: which state, which layout, who plays which rank, and what moves where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from checkpointing.layout import Layout
+from checkpointing.schema import Schema, pieces
+from checkpointing.transfer import Destination, Holding, TransferPlan, plan_transfer
+from orchestrator.policies import assign, buddies, choose_layout
+from workers.plan import Member, Plan
+
+
+@dataclass(frozen=True)
+class Source:
+    """The state to go on from: the holdings of one complete snapshot or checkpoint, or none for fresh weights."""
+
+    step: int
+    cursor: list[int]
+    tokens: int
+    holdings: tuple[Holding, ...]
+    tier: str
+
+    @classmethod
+    def fresh(cls) -> Source:
+        return cls(0, [0, 0, 0], 0, (), "init")
+
+    @classmethod
+    def of(cls, holdings: Sequence[Holding], tier: str) -> Source:
+        """From holdings of one (generation, step): their meta is the same on every rank."""
+        snapshot = holdings[0].snapshot
+        return cls(snapshot.step, snapshot.meta["cursor"], snapshot.meta["tokens"], tuple(holdings), tier)
+
+
+@dataclass(frozen=True)
+class NextGeneration:
+    plan: Plan
+    transfer: TransferPlan | None
+    source: Source
+
+
+def plan_generation(
+    *,
+    generation: int,
+    schema: Schema,
+    source: Source,
+    preferred: Sequence[Layout] | None,
+    is_possible: Callable[[Layout], bool],
+    workers: Mapping[str, str],
+    domains: Mapping[str, str],
+    survive: int,
+    previous: Plan | None,
+) -> NextGeneration | None:
+    """The next generation on ``workers`` (id -> node), or None when no layout fits so few.
+
+    ``domains`` maps every node with a living keeper to its failure domain; copies go to another domain.
+    """
+
+    def members_of(layout: Layout) -> tuple[Member, ...]:
+        before = (previous.layout, previous.members) if previous else None
+        copies = buddies(domains) if survive else {}
+        return tuple(
+            Member(worker, workers[worker], copies.get(workers[worker])) for worker in assign(layout, workers, before)
+        )
+
+    def transfer_to(layout: Layout) -> TransferPlan:
+        destinations = {
+            rank: Destination(member.node, pieces(schema, layout, rank))
+            for rank, member in enumerate(members_of(layout))
+        }
+        return plan_transfer(schema, source.holdings, destinations)
+
+    layout = choose_layout(
+        preferred,
+        len(workers),
+        is_possible,
+        lambda layout: transfer_to(layout).bytes_moved if source.holdings else 0,
+    )
+    if layout is None:
+        return None
+    members = members_of(layout)
+    playing = {member.worker for member in members}
+    plan = Plan(
+        generation=generation,
+        layout=layout,
+        members=members,
+        spares=tuple(worker for worker in workers if worker not in playing),
+        step=source.step,
+        survives=int(all(member.buddy is not None for member in members)),
+    )
+    return NextGeneration(plan, transfer_to(layout) if source.holdings else None, source)
