@@ -1,0 +1,86 @@
+"""Several real Ray nodes on this machine, for the demo, the tests and the benchmarks: each can be killed and replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+from ray.cluster_utils import Cluster
+
+_OBJECT_STORE_BYTES = 150 * 2**20
+
+
+class LocalCluster:
+    """A Ray cluster of separate nodes (own raylet, agents and object store each) that share this machine's cores."""
+
+    def __init__(self, cpus_per_node: int, temp_dir: str) -> None:
+        self._cpus = cpus_per_node
+        self._temp_dir = temp_dir
+        self._cluster = Cluster()
+        self._add(head=True)
+
+    def _add(self, head: bool = False) -> Any:
+        where = {"temp_dir": self._temp_dir, "include_dashboard": False} if head else {}
+        return self._cluster.add_node(
+            wait=head, num_cpus=self._cpus, object_store_memory=_OBJECT_STORE_BYTES, **where
+        )
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def add_nodes(self, count: int) -> list[Any]:
+        """Start nodes; returns their handles once the cluster knows them.
+
+        One after the other: the kernel ends a node's processes with the *thread* that started them.
+        """
+        nodes = [self._add() for _ in range(count)]
+        self._cluster.wait_for_nodes()
+        return nodes
+
+    def processes(self, node: Any) -> list[psutil.Process]:
+        """Every process of a node: raylet, agents, and all that the raylet started (keeper, workers, standbys, readers)."""
+        pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
+        roots = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        return [process for root in roots for process in (root, *root.children(recursive=True))]
+
+    def kill_node(self, node: Any) -> list[int]:
+        """SIGKILL all of a node's processes in one go, as a power cut would; returns their ids."""
+        processes = self.processes(node)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        return [process.pid for process in processes]
+
+    def shut_down(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def local_cluster(num_nodes: int, cpus_per_node: int) -> Iterator[LocalCluster]:
+    """A cluster with ``num_nodes`` nodes (the head is the first) that leaves no process and no file behind."""
+    temp_dir = tempfile.mkdtemp(prefix="pl-", dir="/tmp")  # short: Ray's socket paths live below it
+    before = os.environ.get("RAY_TMPDIR")
+    os.environ["RAY_TMPDIR"] = temp_dir  # else Ray notes this cluster as the machine's current one
+    os.mkdir(f"{temp_dir}/ray")
+    try:
+        cluster = LocalCluster(cpus_per_node, f"{temp_dir}/ray")
+    except BaseException:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+    try:
+        if num_nodes > 1:
+            cluster.add_nodes(num_nodes - 1)
+        yield cluster
+    finally:
+        cluster.shut_down()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        os.environ.pop("RAY_TMPDIR")
+        if before is not None:
+            os.environ["RAY_TMPDIR"] = before
