@@ -47,7 +47,7 @@ TUNING_KEYS = (
 
 
 class JobConfig(JobSection):
-    """A job. Has either ``scaling`` (one implicit group) or ``groups``. Raises ConfigError, one sentence per mistake."""
+    """A job. Has either ``scaling`` (one implicit group) or ``groups``. Raises ConfigError, one sentence."""
 
     run: RunConfig = RunConfig()
     scaling: ScalingConfig | None = None

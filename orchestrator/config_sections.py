@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -15,7 +16,7 @@ from workers.config import Section
 
 
 def _plain(value: Any, key: str = "") -> Any:
-    """Lists as tuples (sections are strict and frozen); infinities and NaN are refused, JSON and YAML disagree on them."""
+    """Lists as tuples (sections are strict and frozen). Infinities and NaN are refused: JSON has no words for them."""
     if isinstance(value, dict):
         return {name: _plain(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -69,6 +70,8 @@ class RunConfig(JobSection):
             raise ConfigError("name", f"is {self.name!r}; allowed: letters, digits, '.', '_' and '-', as in 'my-run-1'")
         if not self.storage_path:
             raise ConfigError("storage_path", "is ''; allowed: a folder, s3://bucket/prefix or any pyarrow URI")
+        if urlsplit(self.storage_path).password:
+            raise ConfigError("storage_path", "holds a password, which would be written down; pass it by environment")
         return self
 
 
@@ -103,7 +106,7 @@ class ScalingConfig(JobSection):
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     def worker_resources(self) -> dict[str, float]:
-        """Ray resources of one worker ("CPU", "GPU", custom names); one CPU, and one GPU with ``use_gpu``, by default."""
+        """Ray resources of one worker; by default one CPU, and with ``use_gpu`` one GPU."""
         return {"CPU": 1.0, **({"GPU": 1.0} if self.use_gpu else {}), **(self.resources_per_worker or {})}
 
 

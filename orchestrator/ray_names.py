@@ -13,8 +13,8 @@ from orchestrator.config_errors import ConfigError
 def from_ray(value: object, name: str, section: type[BaseModel]) -> object:
     """A dict for ``section`` when ``value`` is Ray's dataclass called ``name``, else ``value`` itself.
 
-    What is set away from Ray's default is taken over; a field left at Ray's default takes ours. Raises ConfigError for a
-    field that is set and that we do not have.
+    What is set away from Ray's default is taken over; a field left at Ray's default takes ours. Raises ConfigError for
+    a field that is set and that we do not have.
     """
     kind = type(value)
     if kind.__name__ != name or not kind.__module__.startswith("ray.") or not dataclasses.is_dataclass(value):
