@@ -13,7 +13,9 @@ class ProtectionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     survive: int = Field(1, ge=0, le=1, description="node losses that memory alone must survive")
-    snapshot_every: int | Literal["auto"] = Field(1, description="steps between snapshots; auto keeps the cost under 2 %")
+    snapshot_every: int | Literal["auto"] = Field(
+        1, description="steps between snapshots; auto keeps the cost under 2 %"
+    )
 
 
 class CheckpointConfig(BaseModel):

@@ -1,0 +1,224 @@
+"""The owner of one node's memory tier. It outlives the node's workers.
+
+Plain Python, called from several threads at once (a Ray actor with ``max_concurrency`` above 1). One lock guards the
+tables; bytes are copied, hashed and sent outside of it, under a lease of the slot they lie in.
+
+All that a keeper holds is a set of arenas, in three roles: *primary* (a local worker writes it), *copy* (what a worker
+on another node protected with us), *pin* (a copy of a primary that stays until it is on disk). Their slots are listed
+only while the ticket in the slot is the one they were registered with, so a slot that is being rewritten, or whose
+writer died half-way, is never offered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from checkpointing.arena import Arena, ArenaAddress, SlotRewritten
+from checkpointing.boxes import slices, volume
+from checkpointing.durable import Share, write_share
+from checkpointing.holding import Holding, HoldingGone, HoldingKey, ReadRequest, verify_record
+from checkpointing.snapshot import Snapshot, digest_of
+
+Role = Literal["primary", "copy", "pin"]
+CallHold = Callable[[Any, Snapshot, int, np.ndarray], None]
+
+
+class StaleGeneration(RuntimeError):
+    """The caller belongs to a generation that was fenced off."""
+
+
+@dataclass
+class _Kept:
+    """An arena and which snapshot each slot holds, with the ticket it was registered under."""
+
+    arena: Arena
+    buddy: Any = None
+    listed: dict[int, tuple[Snapshot, int]] = field(default_factory=dict)
+
+
+class Keeper:
+    """See the module. ``call_hold(buddy, snapshot, slot, data)`` runs ``hold`` on another keeper and returns once that
+    has acknowledged; ``buddy`` is whatever ``open_arena`` was given.
+    """
+
+    def __init__(self, node: str, call_hold: CallHold) -> None:
+        self._node = node
+        self._call_hold = call_hold
+        self._lock = threading.Lock()
+        self._allocating = threading.Lock()  # memory is budgeted by one thread at a time
+        self._oldest_generation = 0
+        self._kept: dict[tuple[Role, int, int], _Kept] = {}  # by role, generation, rank
+
+    def open_arena(self, generation: int, rank: int, nbytes: int, buddy: Any) -> ArenaAddress:
+        """Two slots of ``nbytes`` bytes for a local worker, which maps them by the address. ``buddy``: the keeper that
+        will hold copies, or None. Asking again gives the same arena.
+
+        Raises StaleGeneration; ValueError when the node has not enough memory.
+        """
+        kept = self._open("primary", generation, rank, nbytes)
+        kept.buddy = buddy
+        return kept.arena.address
+
+    def arena_address(self, generation: int, rank: int) -> ArenaAddress:
+        """Address of an arena that was opened before; KeyError when there is none."""
+        with self._lock:
+            return self._kept["primary", generation, rank].arena.address
+
+    def protect(self, snapshot: Snapshot, slot: int, durable: bool = False) -> float:
+        """List what the worker has just written into ``slot`` and send it to the buddy; return the seconds it took.
+
+        When this returns, the snapshot is held twice. ``durable`` also pins the bytes until ``write_durable``, since
+        the worker rewrites the slot two snapshots later. Raises StaleGeneration, and whatever ``call_hold`` raises.
+        """
+        begun = time.monotonic()
+        with self._lock:
+            self._refuse_stale(snapshot.generation)
+            kept = self._kept["primary", snapshot.generation, snapshot.rank]
+            ticket = kept.arena.ticket(slot)
+            assert ticket % 2 == 0, f"slot {slot} of rank {snapshot.rank} is still being written"
+            kept.listed[slot] = (snapshot, ticket)
+        with kept.arena.lease(slot, ticket) as buffer:
+            data = buffer[: snapshot.nbytes]
+            if durable:
+                self._pin(snapshot, data)
+            if kept.buddy is not None:
+                self._call_hold(kept.buddy, snapshot, slot, data)
+        return time.monotonic() - begun
+
+    def hold(self, snapshot: Snapshot, slot: int, data: np.ndarray) -> None:
+        """Keep a copy of another node's snapshot (``data``: its slot's first ``snapshot.nbytes`` bytes, uint8).
+
+        Raises StaleGeneration; DigestMismatch, after which the slot holds nothing; ValueError when memory is short.
+        """
+        kept = self._open("copy", snapshot.generation, snapshot.rank, data.nbytes)
+        if data.nbytes > kept.arena.address.nbytes:
+            raise ValueError(f"rank {snapshot.rank} sent {data.nbytes} bytes for a slot of {kept.arena.address.nbytes}")
+        key = (self._node, "copy", snapshot.generation, snapshot.step, snapshot.rank, slot)
+        with kept.arena.writing(slot) as buffer:
+            buffer[: data.nbytes] = data
+            for record in snapshot.records:
+                verify_record(record, buffer, f"the copy of rank {snapshot.rank} sent to node {self._node}", key)
+        with self._lock:
+            self._refuse_stale(snapshot.generation)
+            kept.listed[slot] = (snapshot, kept.arena.ticket(slot))
+
+    def inventory(self) -> list[Holding]:
+        """Every whole snapshot on this node, in a fixed order."""
+        with self._lock:
+            return [
+                Holding(snapshot, slot, self._node, role, "memory", kept.arena.address)
+                for (role, _, _), kept in sorted(self._kept.items(), key=lambda item: item[0])
+                for slot, (snapshot, ticket) in sorted(kept.listed.items(), key=lambda item: item[0])
+                if kept.arena.ticket(slot) == ticket
+            ]
+
+    def read(self, requests: Sequence[ReadRequest]) -> tuple[np.ndarray, tuple[str, ...]]:
+        """The requested boxes, each in C order, one after the other (uint8, 1-d), and the digest of each.
+
+        A record is verified before any of it is served. Raises DigestMismatch or HoldingGone.
+        """
+        nbytes = [volume(request.box) * request.record.itemsize for request in requests]
+        out = np.empty(sum(nbytes), np.uint8)
+        digests, start, verified = [], 0, set()
+        with ExitStack() as leases:
+            buffers: dict[HoldingKey, np.ndarray] = {}
+            for request, length in zip(requests, nbytes, strict=True):
+                key, record = request.key, request.record
+                if key not in buffers:
+                    buffers[key] = self._lease(leases, key)
+                if (key, record.piece) not in verified:
+                    verify_record(record, buffers[key], f"the {key[1]} of rank {key[4]} on node {self._node}", key)
+                    verified.add((key, record.piece))
+                target = out[start : start + length]
+                box = record.array(buffers[key])[slices(request.box, record.piece)]
+                target.view(record.dtype).reshape(request.box.size)[...] = box
+                digests.append(digest_of(target))
+                start += length
+        return out, tuple(digests)
+
+    def fence(self, generation: int) -> None:
+        """From now on refuse whatever an older generation wants to write."""
+        with self._lock:
+            self._oldest_generation = max(self._oldest_generation, generation)
+
+    def release(self, before_generation: int) -> None:
+        """Free the memory of older generations."""
+        with self._lock:
+            for key in [key for key in self._kept if key[1] < before_generation]:
+                self._kept.pop(key).arena.close()
+
+    def write_durable(
+        self, step: int, generation: int, directory: str, shares: Sequence[Share]
+    ) -> list[dict[str, Any]]:
+        """Write this node's shares of a checkpoint into ``directory`` (see durable.py) and drop the step's pins.
+
+        Returns manifest entries, one per file. Bytes come from pins where there are any; otherwise from arenas, which
+        must then be quiescent. Raises DigestMismatch or HoldingGone, and then the checkpoint must not be committed.
+        """
+        with ExitStack() as leases:
+            buffers = {share.holding.key: np.empty(0, np.uint8) for share in shares}
+            for key in buffers:
+                assert key[2:4] == (generation, step), f"a share of another state: {key}"
+                buffers[key] = self._lease(leases, key)
+            try:
+                return write_share(Path(directory), [(share, buffers[share.holding.key]) for share in shares])
+            finally:
+                self._unpin(generation, step)
+
+    def _open(self, role: Role, generation: int, rank: int, nbytes: int) -> _Kept:
+        with self._allocating:
+            with self._lock:
+                self._refuse_stale(generation)
+                kept = self._kept.get((role, generation, rank))
+            if kept is None:
+                kept = _Kept(Arena.create(nbytes, num_slots=1 if role == "pin" else 2))
+                with self._lock:
+                    self._kept[role, generation, rank] = kept
+            return kept
+
+    def _pin(self, snapshot: Snapshot, data: np.ndarray) -> None:
+        """A rank has one pin; an older one whose checkpoint was given up goes (a writer at work keeps its memory)."""
+        with self._lock:
+            abandoned = self._kept.pop(("pin", snapshot.generation, snapshot.rank), None)
+        if abandoned is not None:
+            abandoned.arena.close()
+        pin = self._open("pin", snapshot.generation, snapshot.rank, data.nbytes)
+        with pin.arena.writing(0) as buffer:
+            buffer[:] = data
+        with self._lock:
+            pin.listed[0] = (snapshot, pin.arena.ticket(0))
+
+    def _unpin(self, generation: int, step: int) -> None:
+        with self._lock:
+            for (role, pinned_generation, rank), kept in list(self._kept.items()):
+                steps = [snapshot.step for snapshot, _ in kept.listed.values()]
+                if role == "pin" and pinned_generation == generation and steps == [step]:
+                    self._kept.pop((role, generation, rank)).arena.close()
+
+    def _lease(self, leases: ExitStack, key: HoldingKey) -> np.ndarray:
+        """The bytes of the holding with this key, which stay as they are until ``leases`` ends."""
+        _, role, generation, step, rank, slot = key
+        with self._lock:
+            kept = self._kept.get((role, generation, rank))
+            snapshot, ticket = kept.listed.get(slot, (None, 0)) if kept else (None, 0)
+        try:
+            if kept is None or snapshot is None or snapshot.step != step:
+                raise SlotRewritten("released or rewritten")
+            return leases.enter_context(kept.arena.lease(slot, ticket))
+        except SlotRewritten as error:
+            sentence = f"node {self._node} no longer has the {role} of rank {rank} at step {step}: {error}"
+            raise HoldingGone(sentence, key) from None
+
+    def _refuse_stale(self, generation: int) -> None:
+        if generation < self._oldest_generation:
+            raise StaleGeneration(
+                f"node {self._node} is at generation {self._oldest_generation} and refuses generation {generation}"
+            )
