@@ -6,9 +6,9 @@
         manifest.json                            every file and piece: box, byte range, digest
         COMMITTED                                the manifest's digest
 
-A checkpoint is written into a temporary folder beside it and renamed when everything in it is on disk, so a folder named
-``step-…`` is whole or was damaged later. Nothing is written into it again. Files are standard safetensors; their
-``DCP_SHARDING_INFO`` lets torch's own reader join the boxes.
+A checkpoint is written into a temporary folder beside it and renamed when everything in it is on disk, so a folder
+named ``step-…`` is whole or was damaged later. Nothing is written into it again. Files are standard safetensors;
+their ``DCP_SHARDING_INFO`` lets torch's own reader join the boxes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 
-from checkpointing.boxes import describe, volume
-from checkpointing.holding import Holding, verify_record
+from checkpointing.boxes import volume
+from checkpointing.checkpoint_file import Share, damage, record_of, write_file
+from checkpointing.holding import Holding
 from checkpointing.schema import Piece, Schema, TensorSpec
 from checkpointing.snapshot import Record, Snapshot, digest_of
 from checkpointing.transfer import StateLost, describe_missing, held_boxes, missing_boxes
@@ -38,21 +37,11 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".tmp"
 
 
-@dataclass(frozen=True)
-class Share:
-    """One record that a keeper writes: its ``dtype`` as stored (a safetensors name) and its file inside the folder."""
-
-    holding: Holding
-    record: Record
-    dtype: str
-    file: str
-
-
 def plan_shares(schema: Schema, holdings: Sequence[Holding]) -> dict[str, tuple[Share, ...]]:
     """Per node what its keeper writes, from memory holdings of one step: every box once, bytes spread evenly.
 
-    Pins come before primaries, and those before copies. Every node with a holding is in the result, perhaps with nothing
-    to write, since ``Keeper.write_durable`` also drops the pins. Raises StateLost when a box is missing.
+    Pins come before primaries, and those before copies. Every node with a holding is in the result, perhaps with
+    nothing to write, since ``Keeper.write_durable`` also drops the pins. Raises StateLost when a box is missing.
     """
     missing = missing_boxes(schema, held_boxes(holdings))
     if missing:
@@ -105,9 +94,9 @@ def write_share(attempt: Path, shares: Sequence[tuple[Share, np.ndarray]]) -> li
     """
     by_file: dict[str, list[tuple[Share, np.ndarray]]] = defaultdict(list)
     for share, buffer in shares:
-        verify_record(share.record, buffer, str(share.holding), share.holding.key)
+        verifyrecord_of(share.record, buffer, str(share.holding), share.holding.key)
         by_file[share.file].append((share, share.record.data(buffer)))
-    return [_write_file(attempt, file, by_file[file]) for file in sorted(by_file)]
+    return [write_file(attempt, file, by_file[file]) for file in sorted(by_file)]
 
 
 def commit(attempt: Path, schema: Schema, snapshot: Snapshot, files: Iterable[Mapping[str, Any]]) -> Path:
@@ -192,7 +181,7 @@ def verify(checkpoint: Path, deep: bool) -> tuple[str, ...]:
             state = "is missing" if size is None else f"has {size} bytes instead of {entry['nbytes']}"
             problems.append(f"checkpoint {checkpoint}: {entry['file']} {state}")
         elif deep:
-            problems += [f"checkpoint {checkpoint}: {problem}" for problem in _damage(path, entry)]
+            problems += [f"checkpoint {checkpoint}: {problem}" for problem in damage(path, entry)]
     return tuple(problems)
 
 
@@ -220,7 +209,7 @@ def checkpoint_holdings(checkpoint: Path) -> list[Holding]:
                 manifest["step"],
                 index,
                 manifest["layout"],
-                tuple(_record(piece) for piece in entry["pieces"]),
+                tuple(record_of(piece) for piece in entry["pieces"]),
                 manifest["meta"],
             ),
             slot=0,
@@ -236,7 +225,7 @@ def checkpoint_holdings(checkpoint: Path) -> list[Holding]:
 def retain(directory: Path, num_to_keep: int | None) -> list[Path]:
     """Remove all but the newest ``num_to_keep`` (at least 1; None keeps all) intact checkpoints; return what went.
 
-    Damaged ones stay, for a human to look at, and are not counted. The newest one that passes a deep check stays always.
+    Damaged ones stay, for a human to look at, and are not counted. The newest that passes a deep check always stays.
     """
     intact = [checkpoint for checkpoint in list_checkpoints(directory) if not verify(checkpoint, deep=False)]
     removed = intact[:-num_to_keep] if num_to_keep is not None else []
@@ -255,71 +244,12 @@ def _folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _write_file(attempt: Path, file: str, parts: Sequence[tuple[Share, np.ndarray]]) -> dict[str, Any]:
-    path = attempt / file
-    tensors = {
-        share.record.piece.name: safetensors.TensorSpec(
-            dtype=share.dtype, shape=list(share.record.piece.size), data_ptr=data.ctypes.data, data_len=data.nbytes
-        )
-        for share, data in parts
-    }
-    assert len(tensors) == len(parts), f"two boxes of one tensor in {file}"
-    offsets = {share.record.piece.name: {"saved_offsets": share.record.piece.offset} for share, _ in parts}
-    safetensors.serialize_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
-        header = _read_header(written)
-    places = json.loads(header[8:])
-    pieces = [
-        {
-            "name": share.record.piece.name,
-            "offset": share.record.piece.offset,
-            "size": share.record.piece.size,
-            "dtype": share.record.dtype,
-            "start": len(header) + places[share.record.piece.name]["data_offsets"][0],
-            "nbytes": share.record.nbytes,
-            "digest": share.record.digest,
-        }
-        for share, _ in parts
-    ]
-    return {
-        "file": file,
-        "nbytes": path.stat().st_size,
-        "header_nbytes": len(header),
-        "header_digest": _digest(header),
-        "pieces": sorted(pieces, key=lambda piece: piece["start"]),
-    }
-
-
-def _read_header(file: Any) -> bytes:
-    """A safetensors file's header with the 8 bytes of its length before it. Header and pieces are the whole file."""
-    length = file.read(8)
-    return length + file.read(int.from_bytes(length, "little"))
-
-
-def _damage(path: Path, entry: Mapping[str, Any]) -> list[str]:
-    """What a read of every byte finds; the file has the right size."""
-    content = np.memmap(path, np.uint8, mode="r")
-    problems = []
-    if digest_of(content[: entry["header_nbytes"]]) != entry["header_digest"]:
-        problems.append(f"the header of {entry['file']} is damaged")
-    for record in map(_record, entry["pieces"]):
-        if digest_of(record.data(content)) != record.digest:
-            problems.append(f"{describe(record.piece)} is damaged in {entry['file']}")
-    return problems
-
-
-def _record(piece: Mapping[str, Any]) -> Record:
-    box = Piece(piece["name"], tuple(piece["offset"]), tuple(piece["size"]))
-    return Record(box, piece["dtype"], piece["start"], piece["nbytes"], piece["digest"])
-
-
 def _missing(manifest: Mapping[str, Any]) -> tuple[Piece, ...]:
     tensors = tuple(
         TensorSpec(name, tuple(tensor["shape"]), tensor["dtype"], None, "all")
         for name, tensor in manifest["tensors"].items()
     )
-    boxes = [_record(piece).piece for entry in manifest["files"] for piece in entry["pieces"]]
+    boxes = [record_of(piece).piece for entry in manifest["files"] for piece in entry["pieces"]]
     return missing_boxes(Schema(tensors, 0), boxes)
 
 

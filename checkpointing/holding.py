@@ -75,6 +75,4 @@ def verify_record(record: Record, buffer: Any, holder: str, key: HoldingKey) -> 
     """Raise DigestMismatch unless the record's bytes in ``buffer`` have the record's digest."""
     data = record.data(buffer)
     if data.nbytes != record.nbytes or digest_of(data) != record.digest:
-        raise DigestMismatch(
-            f"{describe(record.piece)} is damaged: the bytes of {holder} do not match their digest", key
-        )
+        raise DigestMismatch(f"{describe(record.piece)} is damaged in the {holder}: its digest does not match", key)

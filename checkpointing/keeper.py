@@ -23,7 +23,8 @@ import numpy as np
 
 from checkpointing.arena import Arena, ArenaAddress, SlotRewritten
 from checkpointing.boxes import slices, volume
-from checkpointing.durable import Share, write_share
+from checkpointing.checkpoint_file import Share
+from checkpointing.durable import write_share
 from checkpointing.holding import Holding, HoldingGone, HoldingKey, ReadRequest, verify_record
 from checkpointing.snapshot import Snapshot, digest_of
 
@@ -105,7 +106,7 @@ class Keeper:
         with kept.arena.writing(slot) as buffer:
             buffer[: data.nbytes] = data
             for record in snapshot.records:
-                verify_record(record, buffer, f"the copy of rank {snapshot.rank} sent to node {self._node}", key)
+                verify_record(record, buffer, f"copy of rank {snapshot.rank} sent to node {self._node}", key)
         with self._lock:
             self._refuse_stale(snapshot.generation)
             kept.listed[slot] = (snapshot, kept.arena.ticket(slot))
@@ -135,7 +136,7 @@ class Keeper:
                 if key not in buffers:
                     buffers[key] = self._lease(leases, key)
                 if (key, record.piece) not in verified:
-                    verify_record(record, buffers[key], f"the {key[1]} of rank {key[4]} on node {self._node}", key)
+                    verify_record(record, buffers[key], f"{key[1]} of rank {key[4]} on node {self._node}", key)
                     verified.add((key, record.piece))
                 target = out[start : start + length]
                 box = record.array(buffers[key])[slices(request.box, record.piece)]

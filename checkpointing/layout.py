@@ -30,8 +30,9 @@ class Coordinates:
 class Layout:
     """Axis sizes of one worker group.
 
-    ``pp`` pipeline stages, ``r`` data-parallel replicas that hold equal shards (HSDP's outer axis), ``dp`` data-parallel
-    shards (FSDP), ``tp`` tensor-parallel ranks. Layers are split over stages as evenly as they go, earlier stages first.
+    ``pp`` pipeline stages, ``r`` data-parallel replicas that hold equal shards (HSDP's outer axis), ``dp``
+    data-parallel shards (FSDP), ``tp`` tensor-parallel ranks. Layers are split over stages as evenly as they go,
+    earlier stages first.
     """
 
     pp: int = 1

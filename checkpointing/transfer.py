@@ -40,7 +40,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Part:
-    """``box`` (canonical coordinates) is taken from ``record`` of ``holding``; ``local``: readable without its keeper."""
+    """``box`` (canonical coordinates) comes from ``record`` of ``holding``; ``local``: readable without its keeper."""
 
     holding: Holding
     record: Record
