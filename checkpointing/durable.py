@@ -27,7 +27,7 @@ import numpy as np
 
 from checkpointing.boxes import volume
 from checkpointing.checkpoint_file import Share, damage, record_of, write_file
-from checkpointing.holding import Holding
+from checkpointing.holding import Holding, verify_record
 from checkpointing.schema import Piece, Schema, TensorSpec
 from checkpointing.snapshot import Record, Snapshot, digest_of
 from checkpointing.transfer import StateLost, describe_missing, held_boxes, missing_boxes
@@ -94,7 +94,7 @@ def write_share(attempt: Path, shares: Sequence[tuple[Share, np.ndarray]]) -> li
     """
     by_file: dict[str, list[tuple[Share, np.ndarray]]] = defaultdict(list)
     for share, buffer in shares:
-        verifyrecord_of(share.record, buffer, str(share.holding), share.holding.key)
+        verify_record(share.record, buffer, str(share.holding), share.holding.key)
         by_file[share.file].append((share, share.record.data(buffer)))
     return [write_file(attempt, file, by_file[file]) for file in sorted(by_file)]
 
