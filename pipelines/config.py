@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class DataConfig(BaseModel):
@@ -17,3 +19,8 @@ class DataConfig(BaseModel):
     eval_fraction: float = Field(0.02, ge=0, lt=1, description="share of documents held out for evaluation")
     num_readers: int = Field(2, ge=1, description="reader actors, placed on different nodes where there are several")
     prefetch_steps: int = Field(4, ge=1, description="global batches a reader keeps built ahead")
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _list_from_yaml(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
