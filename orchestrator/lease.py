@@ -1,7 +1,7 @@
 """Who drives a run. One small object per epoch, created exclusively; the highest epoch is the lease.
 
-To take over is to create the next epoch, so one of two rivals wins on any storage that offers exclusive creation, and an
-older driver finds out at its next renewal.
+To take over is to create the next epoch, so one of two rivals wins on any storage that offers exclusive creation, and
+an older driver finds out at its next renewal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The ledger of a run: every line of events.jsonl and metrics.jsonl passes through here.
+"""The ledger of a run: every line of events.jsonl, metrics.jsonl and plan.json passes through here.
 
-An incident is written as one line when it ends, with the seconds of each phase, so that lost time can be added up
-without pairing lines.
+An incident is one line, written when it ends, with the seconds of each phase: lost time can be added up without pairing
+lines.
 """
 
 from __future__ import annotations
@@ -22,117 +22,171 @@ class Log(Protocol):
 
     def append_event(self, line: Mapping[str, Any]) -> None: ...
 
+    def write_plan(self, generation: int, plan: Mapping[str, Any]) -> None: ...
+
+
+class PlanLike(Protocol):
+    """What the ledger reads of ``workers.plan.Plan``."""
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def layout(self) -> Any: ...
+
+    @property
+    def members(self) -> Sequence[Any]: ...
+
+    def as_json(self) -> dict[str, Any]: ...
+
 
 class Ledger:
-    """Adds the time to every line, and counts incidents.
+    """Adds time and generation to every line, and keeps the incidents of this driver.
 
-    ``clock`` measures seconds between two points (monotonic); ``wall`` is the time since 1970 that lines carry.
+    ``clock`` measures between two points (monotonic seconds); ``wall`` is the time of day (seconds since 1970) of lines.
     """
 
     def __init__(
         self, log: Log, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
-        self.clock = clock
-        self._log = log
-        self._wall = wall
+        self.clock, self.wall = clock, wall
         self.incidents: list[dict[str, Any]] = []
+        self._log = log
+        self._generation = 0
+        self._started = clock()
+        self._productive_s = 0.0
+        self._last_step = 0
+        self._open: Incident | None = None
 
-    def event(self, kind: str, *, generation: int, **fields: Any) -> dict[str, Any]:
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this driver began."""
+        return self.clock() - self._started
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Write one line to events.jsonl and return it. ``fields`` are plain JSON."""
-        line = {"time": self._wall(), "generation": generation, "kind": kind, **fields}
+        line = {"time": self.wall(), "generation": self._generation, "kind": kind, **fields}
         self._log.append_event(line)
         return line
 
-    def metrics(self, *, step: int, generation: int, **fields: Any) -> None:
-        """Write the line of one committed step to metrics.jsonl."""
-        self._log.append_metrics({"time": self._wall(), "step": step, "generation": generation, **fields})
+    def plan(self, plan: PlanLike) -> None:
+        """Note the plan of the generation that begins."""
+        self._generation = plan.generation
+        self._log.write_plan(plan.generation, plan.as_json())
+        self.event("plan", layout=str(plan.layout), world_size=len(plan.members))
 
-    def incident(self, kind: str, *, generation: int, cause: str, nodes: Sequence[str], detect_s: float) -> Incident:
-        """Open an incident that was noticed now, ``detect_s`` seconds after the last good sign.
+    def step(self, report: Mapping[str, Any], plan: PlanLike) -> None:
+        """Write the line of one committed step from rank 0's report, which has at least step and step_time_s.
 
-        ``generation`` is the one that it hit; ``kind`` for example "worker_lost", "node_lost" or "node_joined".
+        ``goodput`` is the share of this driver's time so far that went into steps committed for the first time.
         """
-        return Incident(self, kind, generation, cause, tuple(nodes), detect_s)
+        if report["step"] > self._last_step:
+            self._last_step = report["step"]
+            self._productive_s += report["step_time_s"]
+        measured = {key: value for key, value in report.items() if key not in ("kind", "seq")}
+        line = {
+            "time": self.wall(),
+            "mfu": None,  # known only where the device's peak is
+            **measured,
+            "world_size": len(plan.members),
+            "generation": plan.generation,
+            "layout": str(plan.layout),
+            "goodput": round(self._productive_s / max(self.elapsed_s, self._productive_s, 1e-9), 4),
+        }
+        self._log.append_metrics(line)
 
-    def close(self, incident: Incident, generation: int, outcome: str, fields: Mapping[str, Any]) -> None:
-        line = self.event(
-            incident.kind,
-            generation=generation,
-            incident=len(self.incidents),
-            outcome=outcome,
-            cause=incident.cause,
-            nodes=list(incident.nodes),
-            generation_before=incident.generation,
-            phases={name: round(seconds, 6) for name, seconds in incident.phases.items()},
-            seconds=round(sum(incident.phases.values()), 6),
-            **fields,
-        )
-        self.incidents.append(line)
+    def incident(self, kind: str, cause: str, plan: PlanLike, *, since: float) -> Incident:
+        """Open an incident that hit ``plan``; ``since`` is the time of day of its first sign.
+
+        One that is still open was overtaken by this one (a loss while recovering) and ends here as "superseded".
+        """
+        if self._open is not None:
+            self._open.supersede()
+        self._open = Incident(self, kind, cause, plan, since)
+        return self._open
+
+    def _close(self, incident: Incident, line: Mapping[str, Any]) -> None:
+        assert incident is self._open, "an incident ends once"
+        self._open = None
+        self.incidents.append(self.event(incident.kind, incident=len(self.incidents) + 1, **line))
 
 
 class Incident:
-    """A stop-watch over the phases of one incident, and what it moved."""
+    """One failure or membership change, from its first sign to the first good step after it.
 
-    def __init__(
-        self, ledger: Ledger, kind: str, generation: int, cause: str, nodes: tuple[str, ...], detect_s: float
-    ) -> None:
+    A stop-watch over the phases, and what had to be moved and run again.
+    """
+
+    def __init__(self, ledger: Ledger, kind: str, cause: str, plan: PlanLike, since: float) -> None:
         self.kind = kind
-        self.generation = generation
-        self.cause = cause
-        self.nodes = nodes
-        self.phases: dict[Phase, float] = {name: 0.0 for name in PHASES}
-        self.phases["detect"] = detect_s
+        self.steps_run_again = 0
         self._ledger = ledger
-        self._running: tuple[Phase, float] | None = None
-        self._closed = False
-
-    def begin(self, phase: Phase) -> None:
-        """End the phase that runs, if any, and begin ``phase``; a phase that is entered twice adds up."""
-        self._end()
-        self._running = (phase, self._ledger.clock())
+        self._cause = cause
+        self._since = since
+        self._before = (plan.generation, str(plan.layout))
+        self._nodes: tuple[str, ...] = ()
+        self._workers: tuple[str, ...] = ()
+        self._phases: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self.add_phase("detect", max(0.0, ledger.wall() - since))
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Time one block. The seconds count also when it fails."""
-        self.begin(phase)
+        """Time one block. The seconds count also when it fails, and add up when a phase is entered again."""
+        began = self._ledger.clock()
         try:
             yield
         finally:
-            self._end()
+            self.add_phase(phase, self._ledger.clock() - began)
+
+    def add_phase(self, phase: Phase, seconds: float) -> None:
+        """Add seconds that were measured elsewhere, by a worker for example."""
+        self._phases[phase] += seconds
+
+    def lost(self, *, nodes: Sequence[str], workers: Sequence[str]) -> None:
+        """Name what the incident took away."""
+        self._nodes, self._workers = tuple(nodes), tuple(workers)
 
     def close(
         self,
-        generation: int,
         *,
-        bytes_moved: int,
-        bytes_lower_bound: int,
-        source_tier: str | None,
-        layout_before: str,
-        layout_after: str | None,
-        steps_again: int,
-        outcome: str = "recovered",
+        generation: int,
+        ended: str | None = None,
+        layout_after: str | None = None,
+        num_workers: int | None = None,
+        source_tier: str | None = None,
+        bytes_moved: int = 0,
+        bytes_lower_bound: int = 0,
     ) -> None:
-        """Write the incident's line, once, after the first good step of ``generation`` (or when recovery is given up).
+        """Write the incident's line, once: after the first good step of ``generation``, or when the job ends by it.
 
-        ``source_tier``   where the state came from: "device", "memory", "checkpoint", or None when nothing moved
-        ``steps_again``   committed steps that had to be run again
-        ``outcome``       "recovered", "superseded" (a further loss while recovering) or "failed"
+        ``ended`` says why the job ends; ``source_tier`` is where the state came from ("memory", "disk", "init").
         """
-        assert not self._closed, "an incident ends once"
-        self._end()
-        self._closed = True
-        moved = {
-            "bytes_moved": bytes_moved,
-            "bytes_lower_bound": bytes_lower_bound,
-            "source_tier": source_tier,
-            "layout_before": layout_before,
-            "layout_after": layout_after,
-            "steps_again": steps_again,
-        }
-        self._ledger.close(self, generation, outcome, moved)
+        self._write(
+            outcome="recovered" if ended is None else "ended",
+            ended=ended,
+            generation=generation,
+            layout_after=layout_after,
+            num_workers=num_workers,
+            source_tier=source_tier,
+            bytes_moved=bytes_moved,
+            bytes_lower_bound=bytes_lower_bound,
+        )
 
-    def _end(self) -> None:
-        if self._running is not None:
-            phase, began = self._running
-            self.phases[phase] += self._ledger.clock() - began
-            self._running = None
+    def supersede(self) -> None:
+        """End the incident because another one came before the first good step."""
+        self._write(outcome="superseded")
+
+    def _write(self, **outcome: Any) -> None:
+        generation, layout = self._before
+        line = {
+            "cause": self._cause,
+            "since": self._since,
+            "nodes": list(self._nodes),
+            "workers": list(self._workers),
+            "generation_before": generation,
+            "layout_before": layout,
+            "phases": {phase: round(seconds, 6) for phase, seconds in self._phases.items()},
+            "seconds": round(self._ledger.wall() - self._since, 6),
+            "steps_run_again": self.steps_run_again,
+        }
+        self._ledger._close(self, line | outcome)

@@ -61,7 +61,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, location: str) -> RunFolder:
-        """The run at ``location`` (``runs/my-run``, ``s3://bucket/runs/my-run``). Raises RunRefused when there is none."""
+        """The run at ``location`` ("runs/my-run", "s3://bucket/my-run"). Raises RunRefused when there is none."""
         parent, _, name = location.rstrip("/").rpartition("/")
         folder = cls(parent or ("/" if location.startswith("/") else "."), name)
         if folder._storage.read("job.yaml") is None:
@@ -85,15 +85,15 @@ class RunFolder:
     def acquire(self, job: JobConfig, *, resume: bool = False) -> Acquired:
         """Become the run's driver, or raise RunRefused with one sentence.
 
-        A live driver, a finished run without ``resume`` and another job's run are refused; an unfinished run of the same
-        job is taken over.
+        A live driver, a finished run without ``resume`` and another job's run are refused; an unfinished run of the
+        same job is taken over.
         """
         before = read_lease(self._storage)
         if before is not None and before.live:
             left = max(before.expires - time.time(), 0)
             raise RunRefused(
-                f"run {self.name!r} is being driven from {before.host} (its lease ends in {left:.0f} s unless renewed); "
-                "stop it with 'planaria stop', or choose another run.name"
+                f"run {self.name!r} is being driven from {before.host} (its lease ends in {left:.0f} s unless it is "
+                "renewed); stop it with 'planaria stop', or choose another run.name"
             )
         stored = self.read_job()
         if stored is None and resume:
@@ -110,6 +110,8 @@ class RunFolder:
         if lease is None:
             raise RunRefused(f"run {self.name!r} was taken by another driver just now")
         self._lease = lease
+        if isinstance(self._storage, LocalStorage):
+            self._storage.sweep()
         same_code = self.read_environment().get("code_digest") == code_digest()
         self._storage.remove("stop")
         self._storage.write("job.yaml", settled.to_yaml().encode())
@@ -124,8 +126,8 @@ class RunFolder:
         differing = job.differences(stored)
         if differing:
             raise RunRefused(
-                f"run {self.name!r} holds another job, which differs in {', '.join(differing)}; choose a new run.name, or "
-                "put these back (with --resume only run, scaling, groups, layout and tuning keys may change)"
+                f"run {self.name!r} holds another job, which differs in {', '.join(differing)}; choose a new run.name, "
+                "or put these back (with --resume only run, scaling, groups, layout and tuning keys may change)"
             )
 
     @property
@@ -178,7 +180,7 @@ class RunFolder:
 
     @contextmanager
     def probe(self) -> Iterator[str]:
-        """Path of a local file that lasts as long as the block: a node that does not see it does not share the storage."""
+        """Path of a local file that lasts as long as the block: a node that does not see it does not share storage."""
         assert isinstance(self._storage, LocalStorage)
         name = f"probe-{secrets.token_hex(8)}"
         self._storage.write(name, b"")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
+import psutil
+
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
@@ -87,6 +89,13 @@ class LocalStorage:
 
     def remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove the drafts of processes that were killed while writing."""
+        for draft in (*self.folder.glob(".*.tmp"), *self.folder.glob("lease/.*.tmp")):
+            pid = draft.name.split(".")[-2]
+            if pid.isdigit() and not psutil.pid_exists(int(pid)):
+                draft.unlink(missing_ok=True)
 
     def _draft(self, name: str, data: bytes) -> Path:
         path = self.folder / name
