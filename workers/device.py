@@ -1,0 +1,108 @@
+"""The one seam between a CPU worker and a GPU worker: everything else in Planaria asks a ``Device``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one worker computes on.
+
+    ``backend`` is what ``init_process_group`` gets: on a CPU gloo inside the fence (``fenced_group.py``), on a GPU
+    NCCL, whose communicators ``abort_groups`` ends when the fence trips.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    index: int | None
+    num_threads: int
+    backend: str
+
+    @classmethod
+    def choose(cls, index: int | None = None, num_threads: int = 1, cuda: Any = torch.cuda) -> Device:
+        """The GPU ``index`` (default 0) where there are GPUs, otherwise the CPU with ``num_threads`` threads.
+
+        ``cuda`` answers ``is_available`` and ``device_count``. Raises ``ValueError`` for a GPU that is not there.
+        """
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}; a worker needs at least 1 thread")
+        if not cuda.is_available():
+            if index is not None:
+                raise ValueError(f"GPU {index} was asked for, but this process sees no GPU")
+            return cls("cpu", None, num_threads, "cpu:fenced")
+        index, count = index or 0, cuda.device_count()
+        if not 0 <= index < count:
+            raise ValueError(f"GPU {index} was asked for, but this process sees {count} (0 to {count - 1})")
+        return cls("cuda", index, num_threads, "cuda:nccl")
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device(self.kind) if self.index is None else torch.device(self.kind, self.index)
+
+    def use(self) -> None:
+        """Make it the device of this process: thread count, and the current GPU."""
+        torch.set_num_threads(self.num_threads)
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.index)
+
+    def synchronize(self) -> None:
+        """Wait for all work queued on the device. Work on a CPU is done when the call returns."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.index)
+
+    def host_arrays(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, np.ndarray]:
+        """The tensors in host memory, same shapes; bf16 as uint16, since numpy has none.
+
+        On a CPU they *are* the tensors' memory. On a GPU they are pinned copies, made on a stream of their own: they
+        see all work queued before, run beside what is queued after, and are done at the return.
+        """
+        if self.kind == "cpu":
+            return {key: _as_array(tensor) for key, tensor in tensors.items()}
+        stream = torch.cuda.Stream(self.index)
+        stream.wait_stream(torch.cuda.current_stream(self.index))
+        copies = {}
+        with torch.cuda.stream(stream):
+            for key, tensor in tensors.items():
+                copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copies[key].copy_(tensor.detach(), non_blocking=True)
+        stream.synchronize()
+        return {key: _as_array(copy) for key, copy in copies.items()}
+
+    def take_back(self, arrays: Mapping[Key, np.ndarray], tensors: Mapping[Key, torch.Tensor]) -> None:
+        """Make ``tensors`` what was written into their ``host_arrays``; on a CPU they are already."""
+        if self.kind == "cuda":
+            with torch.no_grad():
+                for key, array in arrays.items():
+                    tensors[key].copy_(torch.from_numpy(array).view(tensors[key].dtype))
+
+    @property
+    def abort_groups(self) -> Callable[[], None] | None:
+        """What ends collectives that hang on the device; None where the fence does without (``fenced_group.py``)."""
+        return _abort_all_groups if self.kind == "cuda" else None
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _abort_all_groups() -> None:
+    # The groups of a generation are torch's to list: meshes make them without telling anybody else.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.abort()
+
+
+def give_back_memory() -> None:
+    """Return freed heap pages to the system: a recovery leaves the heap fragmented. Call it after a good step."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library without malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
