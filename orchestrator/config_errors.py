@@ -75,7 +75,8 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _walk(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], str | None]:
     """Follow pydantic's location, leaving out its union tags: (path, owning section, field of that section)."""
     path: list[str] = []
-    owner, name, inside = model, None, model
+    inside: type[BaseModel] | None = model
+    owner, name = model, None
     for part in loc:
         if isinstance(part, int):
             path.append(str(part))

@@ -1,0 +1,7 @@
+"""``python -m orchestrator``: the same as ``planaria``."""
+
+import sys
+
+from orchestrator.cli import main
+
+sys.exit(main())

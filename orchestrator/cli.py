@@ -1,0 +1,216 @@
+"""The command line. Exit code 0: done; 1: it failed; 2: your input is wrong (one sentence on stderr).
+
+What takes long to import is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.one_place import foreign_package
+
+_RESERVED = {
+    "plan": "Search for the best plan for a job on this cluster.",
+    "simulate": "Run a job's plan over a failure trace.",
+    "report": "Write a run's report.html.",
+    "data": "Build, inspect and tune a job's input.",
+}
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+text_option = click.option(
+    "--text", "text", multiple=True, metavar="PATH", help="Train on this file or folder of text (may be repeated)."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. ``arguments`` default to the process's own."""
+    problem = foreign_package()
+    if problem is not None:
+        return _fail(problem, code=2)
+    try:
+        return cli.main(args=None if arguments is None else list(arguments), standalone_mode=False) or 0
+    except click.exceptions.Exit as request:
+        return request.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:
+        return _fail("interrupted")
+    except ValueError as error:
+        # Ray wraps what a remote method raised; the sentence for the user is inside.
+        return _fail(str(getattr(error, "cause", None) or error), code=2)
+
+
+def _fail(sentence: str, code: int = 1) -> int:
+    click.echo(f"planaria: {sentence}", err=True)
+    return code
+
+
+def _print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=1, ensure_ascii=False))
+
+
+@click.group(
+    "planaria",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Example: planaria train examples/hybrid.yaml --set training.max_steps=50",
+)
+@click.version_option(package_name="planaria")
+def cli() -> None:
+    """Elastic, hybrid-parallel PyTorch training on Ray that regrows from whatever survives."""
+
+
+@cli.command(epilog="Example: planaria demo --text ~/books")
+@text_option
+@as_json
+def demo(text: tuple[str, ...], as_json: bool) -> int:
+    """Train over a 4-node cluster on this machine, with a node killed on the way."""
+    from orchestrator.demo import run_demo
+
+    return run_demo(text=text or None, as_json=as_json)
+
+
+@cli.command(epilog="Example: planaria train job.yaml --set training.max_steps=50 --set 'layout=[dp2.tp2, dp2]'")
+@click.argument("job", metavar="JOB.yaml")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job; the value is YAML.")
+@text_option
+@click.option("--resume", is_flag=True, help="Go on with a finished run (to a later end).")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster to use; default $RAY_ADDRESS, else a local one.")
+@as_json
+def train(
+    job: str, overrides: tuple[str, ...], text: tuple[str, ...], resume: bool, address: str | None, as_json: bool
+) -> int:
+    """Train the job in JOB.yaml; an unfinished run of the same name is taken up again."""
+    from orchestrator.config import JobConfig
+
+    if text:
+        overrides += (f"data.text={json.dumps([str(Path(path).absolute()) for path in text])}",)
+    try:
+        config = JobConfig.from_yaml(job, overrides)
+    except OSError as error:
+        raise click.UsageError(f"{job} cannot be read: {error.strerror}") from None
+    from orchestrator.trainer import ElasticTrainer
+
+    result = ElasticTrainer(config).fit(resume=resume, address=address)
+    if as_json:
+        _print_json({"path": result.path, "metrics": result.metrics, "error": result.error and str(result.error)})
+    return 0 if result.error is None else _fail(str(result.error))
+
+
+@cli.command(epilog="Example: planaria status runs/my-run --json")
+@click.argument("run")
+@as_json
+def status(run: str, as_json: bool) -> None:
+    """Show how far RUN (its folder, or its name under ./runs) has come."""
+    from orchestrator.status import describe_run, read_status
+
+    found = read_status(_open_run(run))
+    if as_json:
+        _print_json(found)
+    else:
+        click.echo(describe_run(found))
+
+
+@cli.command(epilog="Example: planaria stop runs/my-run")
+@click.argument("run")
+def stop(run: str) -> int:
+    """Ask RUN's driver to write a checkpoint and end (the driver then exits with code 0)."""
+    folder = _open_run(run)
+    if folder.lease is None or not folder.lease.live:
+        return _fail(f"no driver is at work on run {folder.name!r}; there is nothing to stop")
+    folder.request_stop()
+    click.echo(f"asked run {folder.name!r} to stop after a checkpoint")
+    return 0
+
+
+@cli.group(epilog="Example: planaria checkpoint verify runs/my-run")
+def checkpoint() -> None:
+    """List, show and verify a run's durable checkpoints."""
+
+
+@checkpoint.command("list", epilog="Example: planaria checkpoint list runs/my-run --json")
+@click.argument("run")
+@as_json
+def list_command(run: str, as_json: bool) -> None:
+    """List RUN's checkpoints, oldest first."""
+    from checkpointing.durable import step_of
+
+    found = [{"step": step_of(path), "path": str(path)} for path in _checkpoints(run)]
+    if as_json:
+        _print_json(found)
+    else:
+        click.echo("\n".join(f"step {entry['step']}  {entry['path']}" for entry in found) or "no checkpoints")
+
+
+@checkpoint.command(epilog="Example: planaria checkpoint show runs/my-run --step 1200")
+@click.argument("run")
+@click.option("--step", type=int, help="Step of the checkpoint; default the newest.")
+@as_json
+def show(run: str, step: int | None, as_json: bool) -> None:
+    """Show what one checkpoint of RUN holds."""
+    from checkpointing.durable import read_manifest
+
+    path = _chosen(run, step)[-1]
+    manifest = read_manifest(path)
+    if as_json:
+        _print_json(manifest)
+    else:
+        files = manifest["files"]
+        click.echo(f"{path}: step {manifest['step']}, {len(files)} files, {sum(f['nbytes'] for f in files)} bytes")
+
+
+@checkpoint.command(epilog="Example: planaria checkpoint verify runs/my-run")
+@click.argument("run")
+@click.option("--step", type=int, help="Step of the checkpoint; default all of them.")
+@as_json
+def verify(run: str, step: int | None, as_json: bool) -> int:
+    """Read every byte of RUN's checkpoints and compare digests; exit code 1 when one is damaged."""
+    from checkpointing import durable
+
+    problems = {str(path): list(durable.verify(path, deep=True)) for path in _chosen(run, step)}
+    if as_json:
+        _print_json(problems)
+    else:
+        for path, sentences in problems.items():
+            click.echo("\n".join(sentences) or f"{path}: whole")
+    return 1 if any(problems.values()) else 0
+
+
+def _chosen(run: str, step: int | None) -> list[Path]:
+    from checkpointing.durable import step_of
+
+    found = [path for path in _checkpoints(run) if step in (None, step_of(path))]
+    if not found:
+        raise click.UsageError(f"run {run!r} has no checkpoint" + ("" if step is None else f" of step {step}"))
+    return found
+
+
+def _checkpoints(run: str) -> list[Path]:
+    from checkpointing.durable import list_checkpoints
+
+    return list_checkpoints(Path(_open_run(run).location("checkpoints")))
+
+
+def _open_run(run: str) -> Any:
+    """The run in the folder ``run``, or the run of that name under ./runs."""
+    from orchestrator.runfolder import RunFolder
+
+    is_name = "/" not in run and not os.path.isdir(run)
+    return RunFolder.open(os.path.join("runs", run) if is_name else run)
+
+
+def _reserve(name: str, purpose: str) -> None:
+    @cli.command(name, help=f"{purpose} (Not available yet.)", context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def reserved(arguments: tuple[str, ...]) -> int:
+        return _fail(f"'planaria {name}' is not available in this version", code=2)
+
+
+for _name, _purpose in _RESERVED.items():
+    _reserve(_name, _purpose)
