@@ -1,0 +1,32 @@
+"""From a stage of a model to its sharded form: tensor parallelism first, then FSDP2 over what is left."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from checkpointing.layout import Layout
+from workers.models.spec import ModelSpec
+
+
+def parallelize(module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, layout: Layout, compute: torch.dtype) -> None:
+    """Shard ``module`` in place over ``mesh`` (axes pp, r, dp, tp). Gradients are summed over data ranks, not averaged.
+
+    ``compute`` is the dtype of forward and backward; parameters, gradients and their reduction keep the stored dtype.
+    """
+    if layout.tp > 1:
+        parallelize_module(module, mesh["tp"], spec.tp_plan(module))
+    stored = next(module.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=stored, cast_forward_inputs=spec.cast_inputs)
+    data_mesh = mesh["r", "dp"] if layout.r > 1 else mesh["dp"]
+    for unit in (*spec.fsdp_units(module), module):
+        # A pipeline stage runs its module once per micro-batch, so it keeps what it has gathered.
+        fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.pp == 1)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            # The loss is divided by the global number of tokens already. The factor alone needs what gloo lacks.
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(1.0)
