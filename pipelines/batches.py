@@ -215,7 +215,7 @@ class BatchBuilder:
         """``global_rows``: rows of a global batch (B). ``seed``: of the order."""
         train, held_out = corpus.split(config.eval_fraction)
         tokenizer = load(tokenizer_json)
-        self._global_rows = global_rows
+        self._corpus, self._eval_fraction, self._global_rows = corpus, config.eval_fraction, global_rows
         self._train = WindowSource(corpus, train, tokenizer, config, seed)
         self._held_out = WindowSource(corpus, held_out, tokenizer, config, _EVAL_SEED) if held_out else None
 
@@ -231,6 +231,6 @@ class BatchBuilder:
     def eval_batch(self, num_rows: int) -> Batch:
         """The first ``num_rows`` rows of the held-out documents, the same in every run; padding rows where there are
         fewer. Raises ValueError if no document is held out."""
-        if self._held_out is None:
-            raise ValueError("nothing is held out for evaluation: data.eval_fraction is 0 or the text is one document")
+        self._corpus.require_held_out(self._eval_fraction)
+        assert self._held_out is not None
         return self._held_out.take(Cursor(), num_rows, last_epoch=0)

@@ -12,7 +12,9 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    text: str | tuple[str, ...] = Field("stdlib", description="'stdlib', or files and folders of UTF-8 text")
+    text: str | tuple[str, ...] = Field(
+        "stdlib", description="'stdlib' (sources of Python's library), or files and folders of UTF-8 text"
+    )
     seq_len: int = Field(256, ge=8, description="tokens per packed row")
     vocab_size: int = Field(4096, ge=300, description="size of the byte-level BPE vocabulary")
     window_documents: int = Field(64, ge=1, description="documents that are packed together")

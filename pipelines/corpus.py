@@ -129,6 +129,14 @@ class Corpus:
         held_out = set(sorted(range(len(self)), key=rank)[:num_held_out])
         return tuple(index for index in range(len(self)) if index not in held_out), tuple(sorted(held_out))
 
+    def require_held_out(self, eval_fraction: float) -> None:
+        """Raises ValueError if there would be nothing to evaluate on."""
+        if not self.split(eval_fraction)[1]:
+            raise ValueError(
+                "nothing is held out for evaluation, since data.eval_fraction is 0 or data.text is one short document; "
+                "give more text or set training.eval_every to 0"
+            )
+
 
 def _folder(root: str) -> str:
     return sysconfig.get_path(STDLIB) if root == STDLIB else root
