@@ -51,15 +51,17 @@ def _finding(model: type[BaseModel], details: Mapping[str, Any]) -> ConfigError:
 def unknown_key(model: type[BaseModel], key: str, value: object) -> ConfigError:
     """``key`` (dotted) is no key of ``model``: name the nearest known one, in the same section first."""
     section, _, name = key.rpartition(".")
-    known = tuple(known_keys(model))
-    siblings = [other for other in known if other.rpartition(".")[0] == section]
-    by_name = {other.rpartition(".")[2]: other for other in reversed(known)}
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7) or [
-        by_name[match] for match in difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)
+    siblings: list[str] = []
+    elsewhere: dict[str, str] = {}
+    for known in known_keys(model):
+        place, _, known_name = known.rpartition(".")
+        if place == section:
+            siblings.append(known_name)
+        elsewhere.setdefault(known_name, known)
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7) or [
+        elsewhere[match] for match in difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.7)
     ]
-    listed = ", ".join(other.rpartition(".")[2] for other in siblings)
-    nearest = near[0].removeprefix(f"{section}.") if near else ""
-    hint = f"did you mean {nearest}?" if near else f"known here: {listed}" if listed else "it holds no keys"
+    hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}"
     return ConfigError(key, f"(value {value!r}) is not a known key; {hint}")
 
 

@@ -22,8 +22,6 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_AUTH_MODE="token",  # Ray's default once a token exists; with our own, ~/.ray is left alone
     RAY_AUTH_TOKEN=secrets.token_hex(16),
-    RAY_DEDUP_LOGS="0",
-    RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
 )
 os.environ.pop("RAY_ADDRESS", None)  # a test never joins a cluster that it did not start
 
