@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -60,40 +57,29 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.synchronize(self.index)
 
-    def host_arrays(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, np.ndarray]:
-        """The tensors in host memory, same shapes; bf16 as uint16, since numpy has none.
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] of host memory that the device copies to and from fast (pinned on a GPU)."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.kind == "cuda")
 
-        On a CPU they *are* the tensors' memory. On a GPU they are pinned copies, made on a stream of their own: they
-        see all work queued before, run beside what is queued after, and are done at the return.
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies issued inside run beside the computation (on a GPU: a stream of their own) and are done at the exit.
+
+        On a GPU they start after the work that was queued before, so they see its results.
         """
         if self.kind == "cpu":
-            return {key: _as_array(tensor) for key, tensor in tensors.items()}
+            yield
+            return
         stream = torch.cuda.Stream(self.index)
         stream.wait_stream(torch.cuda.current_stream(self.index))
-        copies = {}
         with torch.cuda.stream(stream):
-            for key, tensor in tensors.items():
-                copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                copies[key].copy_(tensor.detach(), non_blocking=True)
+            yield
         stream.synchronize()
-        return {key: _as_array(copy) for key, copy in copies.items()}
-
-    def take_back(self, arrays: Mapping[Key, np.ndarray], tensors: Mapping[Key, torch.Tensor]) -> None:
-        """Make ``tensors`` what was written into their ``host_arrays``; on a CPU they are already."""
-        if self.kind == "cuda":
-            with torch.no_grad():
-                for key, array in arrays.items():
-                    tensors[key].copy_(torch.from_numpy(array).view(tensors[key].dtype))
 
     @property
     def abort_groups(self) -> Callable[[], None] | None:
         """What ends collectives that hang on the device; None where the fence does without (``fenced_group.py``)."""
         return _abort_all_groups if self.kind == "cuda" else None
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _abort_all_groups() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,43 +16,105 @@ from torch.distributed import ReduceOp
 
 from workers.fence import Fence
 
+QUICK = timedelta(milliseconds=2)
+
 
 class FencedWork(dist.Work):
-    """One operation, made of one or more of gloo's, with a step to finish it in the thread that waits first."""
+    """An operation whose wait ends when the fence trips, with a step to finish it in the thread that waits first.
 
-    def __init__(self, fence: Fence, num_parts: int, finish: Callable[[], None] | None = None) -> None:
+    An error of gloo's trips the fence: a peer is gone, or the ranks no longer agree. Works have no ``get_future``.
+    """
+
+    def __init__(self, fence: Fence, finish: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._fence = fence
         self._lock = threading.Lock()
-        self._num_open = num_parts
         self._finish = finish
-        self._woken = threading.Event()
-        self._source = -1
-
-    def settle(self, source: int = -1) -> None:
-        """One part is done well (a receive says from which rank); called by gloo's thread or a helper."""
-        with self._lock:
-            self._source = source
-            self._num_open -= 1
-        if self._num_open == 0:
-            self._woken.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until done. Raises ``Fenced``, also when ``timeout`` passes: then the group's order is lost anyway."""
+        """Block until done; True. Raises ``Fenced``, also after ``timeout``: the ranks are out of step then."""
         seconds = timeout.total_seconds() if timeout else 0.0
-        with self._fence.waking(self._woken):
-            if not self._woken.wait(seconds if seconds > 0 else None):
-                self._fence.trip(f"an operation took longer than {seconds:g} s")
-        if self._num_open:
-            self._fence.check()
+        self._await(time.monotonic() + seconds if seconds > 0 else None)
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish()
         return True
 
+    def _await(self, deadline: float | None) -> None:
+        raise NotImplementedError
+
+    def _await_event(self, event: threading.Event, deadline: float | None) -> None:
+        """Wait for ``event``, which a trip sets as well: the caller must look which it was."""
+        with self._fence.waking(event):
+            if not event.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                self._fence.trip("an operation took longer than its wait allowed")
+
+
+class CollectiveWork(FencedWork):
+    """Gloo collectives, one after the other."""
+
+    def __init__(self, fence: Fence, parts: Sequence[dist.Work], finish: Callable[[], None] | None) -> None:
+        super().__init__(fence, finish)
+        self._parts = parts
+
+    def _await(self, deadline: float | None) -> None:
+        for part in self._parts:
+            self._await_part(part, deadline)
+
+    def _await_part(self, part: dist.Work, deadline: float | None) -> None:
+        self._fence.check()
+        if not part.is_completed():
+            # A moment in torch's own wait first (it raises when that is over): a callback of gloo's thread into Python
+            # costs two more thread switches, which is more than most small operations take.
+            with contextlib.suppress(RuntimeError):
+                part.wait(QUICK)
+        if not part.is_completed():
+            future, woken = part.get_future(), threading.Event()
+            future.add_done_callback(lambda _: woken.set())
+            self._await_event(woken, deadline)
+            if not future.done():
+                self._fence.check()
+        try:
+            part.wait()  # it is over: this gives the error, if any
+        except RuntimeError as error:
+            self._fence.trip(error)
+            self._fence.check()
+
     def is_completed(self) -> bool:
-        return self._num_open == 0
+        return all(part.is_completed() for part in self._parts)
+
+
+class PointToPointWork(FencedWork):
+    """A send or receive. Gloo's work can only be waited for (no future, no polling), so a helper runs ``settle``."""
+
+    def __init__(self, fence: Fence, issued: dist.Work, receives: bool) -> None:
+        super().__init__(fence)
+        self._issued = issued
+        self._receives = receives
+        self._woken = threading.Event()
+        self._done = False
+        self._source = -1
+
+    def settle(self) -> None:
+        """Wait inside gloo, for as long as it takes; called by a helper thread."""
+        try:
+            self._issued.wait()
+        except RuntimeError as error:
+            self._fence.trip(error)
+            return
+        if self._receives:
+            self._source = self._issued._source_rank()
+        self._done = True
+        self._woken.set()
+
+    def _await(self, deadline: float | None) -> None:
+        self._await_event(self._woken, deadline)
+        if not self._done:
+            self._fence.check()
+
+    def is_completed(self) -> bool:
+        return self._done
 
     def _source_rank(self) -> int:
         return self._source
@@ -82,15 +146,15 @@ class Issuer(Protocol):
 
     fence: Fence
 
-    def run(self, calls: Sequence[Callable[[], dist.Work]], finish: Callable[[], None] | None) -> FencedWork: ...
+    def run(self, calls: Sequence[Callable[[], dist.Work]], finish: Callable[[], None] | None) -> CollectiveWork: ...
 
-    def run_point_to_point(self, call: Callable[[], dist.Work], receives: bool) -> FencedWork: ...
+    def run_point_to_point(self, call: Callable[[], dist.Work], receives: bool) -> PointToPointWork: ...
 
 
 class FencedGroup(dist.ProcessGroup):
     """A gloo group behind a generation's fence. Made by torch (``init_process_group``, ``new_group``, meshes).
 
-    Method names and arguments are those of ``torch.distributed.ProcessGroup``. Works have no ``get_future``.
+    Method names and arguments are those of ``torch.distributed.ProcessGroup``.
     """
 
     def __init__(self, issuer: Issuer, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:

@@ -10,25 +10,24 @@ What gloo still holds when a generation is dissolved is parked until gloo has gi
 
 from __future__ import annotations
 
-import functools
-import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from workers import sockets
 from workers.callers import Callers
 from workers.device import Device
 from workers.fence import Fence, Fenced
-from workers.fenced_gloo import FencedGroup, FencedWork
-from workers.rendezvous import RendezvousClient, Space, gather
+from workers.fenced_gloo import CollectiveWork, FencedGroup, PointToPointWork
+from workers.rendezvous import Rendezvous, RendezvousError, Space, gather
 
 BACKEND = "fenced"
+MANY_IN_FLIGHT = 64
 
 __all__ = ["BACKEND", "Fence", "Fenced", "Generation"]
 
@@ -76,7 +75,7 @@ class Generation:
 
     def __init__(
         self,
-        rendezvous: RendezvousClient,
+        rendezvous: Rendezvous,
         scope: str,
         number: int,
         rank: int,
@@ -98,31 +97,30 @@ class Generation:
         self._callers = Callers()
         self._groups: list[dist.ProcessGroupGloo] = []
         self._listeners: set[sockets.Address] = set()
-        self._settled = threading.Condition()
-        self._in_flight: dict[int, dist.Work] = {}  # keeps alive what gloo may still touch
-        self._tokens = itertools.count()
+        self._lock = threading.Lock()
+        self._collectives: list[dist.Work] = []  # keeps alive what gloo may still touch; swept now and then
 
     @classmethod
     def form(
         cls,
-        rendezvous: RendezvousClient,
+        rendezvous: Rendezvous,
         number: int,
         rank: int,
         world_size: int,
         fence: Fence,
         device: Device,
         *,
-        timeout_s: float = 60.0,
-        deadline_s: float = 5.0,
+        timeout: float = 60.0,
+        deadline: float = 5.0,
         scope: str = "workers",
     ) -> Generation:
         """Make torch's default process group of generation ``number`` with all other ranks; blocks until they come.
 
-        ``timeout_s`` bounds each later operation, ``deadline_s`` the forming of this and every later group.
+        ``timeout`` (seconds) bounds each later operation, ``deadline`` the forming of this and every later group.
         Raises ``RendezvousError`` (a rank did not come, the server is gone, the generation is over) or ``Fenced``; the
         fence has tripped then, and the process may form the next generation.
         """
-        generation = cls(rendezvous, scope, number, rank, world_size, fence, timeout_s, deadline_s)
+        generation = cls(rendezvous, scope, number, rank, world_size, fence, timeout, deadline)
         fence.on_trip(generation._shut_connections)
         if device.abort_groups is not None:
             fence.on_trip(device.abort_groups)
@@ -133,7 +131,7 @@ class Generation:
                 store=generation._store,
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=timeout),
             )
         except Exception as error:
             fence.trip(error)
@@ -150,39 +148,20 @@ class Generation:
         dist.destroy_process_group()
         self._park()
 
-    def run(self, calls: Sequence[Callable[[], dist.Work]], finish: Callable[[], None] | None) -> FencedWork:
+    def run(self, calls: Sequence[Callable[[], dist.Work]], finish: Callable[[], None] | None) -> CollectiveWork:
         """Issue gloo collectives as one work."""
-        work = FencedWork(self.fence, len(calls), finish)
-        for call in calls:
-            issued = self._issue(call)
-            token = self._keep(issued)
-            issued.get_future().add_done_callback(functools.partial(self._collective_done, work, token))
+        parts = [self._issue(call) for call in calls]
+        with self._lock:
+            if len(self._collectives) > MANY_IN_FLIGHT:
+                self._collectives = [part for part in self._collectives if not part.is_completed()]
+            self._collectives.extend(parts)
+        return CollectiveWork(self.fence, parts, finish)
+
+    def run_point_to_point(self, call: Callable[[], dist.Work], receives: bool) -> PointToPointWork:
+        """Issue a send or receive and have a helper thread wait for it."""
+        work = PointToPointWork(self.fence, self._issue(call), receives)
+        self._callers.submit(work.settle)
         return work
-
-    def _collective_done(self, work: FencedWork, token: int, future: torch.futures.Future) -> None:
-        self._settle(work, token, future.value)
-
-    def run_point_to_point(self, call: Callable[[], dist.Work], receives: bool) -> FencedWork:
-        """Issue a send or receive. Gloo's work can only be waited for (no future, no polling), so a helper waits."""
-        work = FencedWork(self.fence, 1)
-        issued = self._issue(call)
-        token = self._keep(issued)
-
-        def outcome() -> int:
-            issued.wait()
-            return issued._source_rank() if receives else -1
-
-        self._callers.submit(lambda: self._settle(work, token, outcome))
-        return work
-
-    def _settle(self, work: FencedWork, token: int, outcome: Callable[[], Any]) -> None:
-        try:
-            result = outcome()
-        except RuntimeError as error:  # whatever gloo says, this group is of no use any more
-            self.fence.trip(error)
-        else:
-            work.settle(result if isinstance(result, int) else -1)
-        self._release(token)
 
     def make_group(self, store: dist.Store, group_id: str, rank: int, members: Sequence[int]) -> FencedGroup:
         """Connect the group of ``members`` (global ranks), of which this process is the ``rank``-th."""
@@ -193,9 +172,11 @@ class Generation:
                 host, port = listener.decode().split()
                 self._listeners.add((host, int(port)))
             gloo = self._connect(store, device, rank, len(members))
-        except Exception as error:
+        except RuntimeError as error:
             self.fence.trip(error)
-            raise
+            if isinstance(error, Fenced | RendezvousError):
+                raise
+            raise Fenced(str(error)) from error
         gloo._set_default_timeout(timedelta(seconds=self._timeout))
         self._groups.append(gloo)
         return FencedGroup(self, gloo, rank, len(members))
@@ -246,32 +227,28 @@ class Generation:
             self.fence.check()
             raise
 
-    def _keep(self, issued: dist.Work) -> int:
-        with self._settled:
-            token = next(self._tokens)
-            self._in_flight[token] = issued
-        return token
-
-    def _release(self, token: int) -> None:
-        with self._settled:
-            del self._in_flight[token]
-            self._settled.notify_all()
-
     def _shut_connections(self) -> None:
         sockets.shut_connections(self._listeners)
 
     def _park(self) -> None:
-        """Let a thread hold the gloo groups until nothing is in flight, or gloo's own timeout has ended it."""
+        """Let a thread hold the groups and what gloo may still touch until gloo is done, at its timeout at the latest."""
         self._callers.close()
+        with self._lock:
+            futures = [part.get_future() for part in self._collectives if not part.is_completed()]
+        stuck = bool(futures) or self._callers.num_busy > 0
 
         def bury() -> None:
-            with self._settled:
-                self._settled.wait_for(lambda: not self._in_flight, self._timeout + 1.0)
+            deadline = time.monotonic() + self._timeout + 1.0
+            for future in futures:
+                ended = threading.Event()
+                future.add_done_callback(lambda _, ended=ended: ended.set())
+                ended.wait(max(0.0, deadline - time.monotonic()))
+            self._callers.join(deadline)
             self._groups.clear()
-            self._in_flight.clear()
+            self._collectives.clear()
 
-        # With nothing in flight it takes milliseconds and the interpreter may well wait for it at its exit.
-        threading.Thread(target=bury, name="fenced-park", daemon=bool(self._in_flight)).start()
+        # When nothing is stuck it takes milliseconds, and the interpreter may well wait for it at its exit.
+        threading.Thread(target=bury, name="fenced-park", daemon=stuck).start()
 
 
 def _create(options: Any, _backend_options: Any) -> FencedGroup:

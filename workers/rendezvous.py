@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 POLL_FIRST_S = 0.0002
 POLL_LONGEST_S = 0.005
@@ -46,6 +46,17 @@ def _pack(parts: Sequence[bytes]) -> bytes:
     return struct.pack("!I", len(parts)) + b"".join(struct.pack("!I", len(part)) + part for part in parts)
 
 
+class Rendezvous(Protocol):
+    """A way to the server. ``local_host`` is this node's address as its peers see it."""
+
+    @property
+    def local_host(self) -> str: ...
+
+    def request(self, parts: Sequence[bytes], interrupt: Any, /) -> list[bytes]:
+        """What ``Spaces.answer`` returns; raises what ``interrupt.check`` raises, or ``RendezvousError``."""
+        ...
+
+
 class _Reader:
     """Messages from a stream: the number of parts, then each part after its length (all 32-bit, network order)."""
 
@@ -68,7 +79,7 @@ class _Reader:
         return [self._read(struct.unpack("!I", self._read(4))[0]) for _ in range(num_parts)]
 
 
-class _Spaces:
+class Spaces:
     """The server's data: scope -> (newest generation, its keys)."""
 
     def __init__(self) -> None:
@@ -124,7 +135,7 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self.spaces = _Spaces()
+        self.spaces = Spaces()
         super().__init__(address, _Connection)
 
 
@@ -142,9 +153,9 @@ class RendezvousServer:
         self._server.server_close()
 
 
-def connect(host: str, port: int, timeout_s: float = 5.0) -> RendezvousClient:
-    """Connect to a server. ``timeout_s`` bounds this and every later request."""
-    return RendezvousClient(host, port, timeout_s)
+def connect(host: str, port: int, timeout: float = 5.0) -> RendezvousClient:
+    """Connect to a server. ``timeout`` bounds this and every later request."""
+    return RendezvousClient(host, port, timeout)
 
 
 class RendezvousClient:
@@ -206,7 +217,7 @@ class RendezvousClient:
 class Space:
     """The keys of one scope and generation, as one worker sees them. All values are bytes."""
 
-    def __init__(self, client: RendezvousClient, scope: str, generation: int, interrupt: Interrupt) -> None:
+    def __init__(self, client: Rendezvous, scope: str, generation: int, interrupt: Interrupt) -> None:
         self._client = client
         self._head = (scope.encode(), str(generation).encode())
         self._interrupt = interrupt
