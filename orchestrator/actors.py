@@ -15,6 +15,7 @@ import ray
 
 from checkpointing.keeper import Keeper
 from pipelines.reader import Reader
+from workers.rendezvous import Spaces
 
 NAMESPACE = "planaria"
 
@@ -48,11 +49,20 @@ class KeeperActor(Keeper, Lease):
 
     def __init__(self, node: str, grace_s: float) -> None:
         Keeper.__init__(self, node, _call_hold)
+        self._spaces = Spaces()
         self.start_lease(grace_s)
 
     def device_ids(self) -> list[int]:
         """Accelerator ids that Ray gave to this node's bundle; empty on a CPU node."""
         return [int(index) for index in ray.get_gpu_ids()]
+
+    def sees(self, path: str) -> bool:
+        """Whether this node sees the file ``path``."""
+        return os.path.exists(path)
+
+    def rendezvous(self, request: list[bytes]) -> list[bytes]:
+        """Where the members of a generation find each other."""
+        return self._spaces.answer(request)
 
     def lease_expired(self) -> None:
         group = ray.util.get_current_placement_group()
@@ -103,6 +113,9 @@ class WorkerActor(Lease):
 
     def reports(self, generation: int, after: int, timeout_s: float) -> Any:
         return self._worker.reports(generation, after, timeout_s)
+
+    def use_readers(self, readers: tuple[Any, ...]) -> None:
+        self._worker.use_readers(readers)
 
     def ping(self) -> float:
         return time.time()

@@ -29,7 +29,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    pass
+    """A SafeDumper that escapes what YAML takes for line breaks (PyYAML writes them plain and reads them as spaces)."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = '"' if re.search("[\x85\u2028\u2029\ufeff]", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 for _class in (_Loader, _Dumper):

@@ -10,6 +10,7 @@ import ray
 
 from checkpointing.transfer import Holding
 from orchestrator.nodes import Nodes, WorkerHandle
+from orchestrator.readers import Readers
 from workers.plan import Order, Outcome, Plan
 
 # Who has not answered a call on its own thread for this long, once something is known to be wrong, counts as dead.
@@ -20,12 +21,16 @@ _POLL_S = 2.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a generation ended. kind "finished", "paused" or "failed"; ``cause`` and ``since`` (time of day of the first sign) for a failure."""
+    """How a generation ended: kind "finished", "paused" or "failed".
+
+    For a failure ``cause``, ``since`` (time of day of the first sign) and ``unusable`` (key of a holding not to be used again).
+    """
 
     kind: str
     step: int
     cause: str = ""
     since: float = 0.0
+    unusable: Any = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Running:
             # The last vote said that every member holds the last snapshot; the others are on their way out too.
             return Ended(outcome.kind, outcome.step)
         where = f"rank {rank} on {self._members[rank].node}"
-        return Ended("failed", outcome.step, f"{where}: {outcome.cause}", outcome.fenced_at)
+        return Ended("failed", outcome.step, f"{where}: {outcome.cause}", outcome.ended_at, outcome.unusable)
 
     def _failure_of(self, rank: int, ref: Any) -> Ended:
         error = _error_of(ref)
@@ -125,6 +130,11 @@ class Running:
         """Ask for a stop at the next vote; one member's word is enough."""
         self._members[0].actor.stop_after_step.remote()
 
+    def use_readers(self, readers: Readers) -> None:
+        """A reader died or moved: tell the members where to read from now on."""
+        for worker in self._members:
+            worker.actor.use_readers.remote(readers.preference(worker.node))
+
     def drain(self) -> list[dict[str, Any]]:
         """After a planned end: wait for every rank to leave, and the reports that were still on their way."""
         ray.wait(list(self._runs), num_returns=len(self._runs), timeout=self._bound_s)
@@ -140,7 +150,7 @@ class Running:
         """
         generation = self.plan.generation
         fences = {worker.id: worker.actor.fence.remote(generation, cause) for worker in self._members}
-        keepers = {node.name: node.keeper.fence.remote(generation) for node in nodes if node.starting is None}
+        keepers = {node.name: node.keeper.fence.remote(generation + 1) for node in nodes if node.starting is None}
         deadline = time.monotonic() + ANSWER_S
         dead_nodes = {name for name, ref in keepers.items() if not _answers(ref, deadline)}
         dead = {
@@ -157,7 +167,9 @@ class Running:
             else:
                 reports += told
         holdings, dead_keepers = take_inventory(nodes, set(keepers) - dead_nodes)
-        latest = sorted(self._take(sorted(_unique(reports), key=lambda report: report["seq"])), key=lambda r: r["seq"])
+        # Every member reports the same things in the same order, so equal numbers are equal reports.
+        by_number = {report["seq"]: report for report in reports}
+        latest = self._take([by_number[number] for number in sorted(by_number)])
         return Survivors(tuple(sorted(dead)), tuple(sorted(dead_nodes | dead_keepers)), tuple(holdings), tuple(latest))
 
 
@@ -173,11 +185,6 @@ def take_inventory(nodes: Nodes, names: set[str]) -> tuple[list[Holding], set[st
         else:
             silent.add(name)
     return holdings, silent
-
-
-def _unique(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One report per step and kind: members report the same steps."""
-    return list({(report["kind"], report.get("step"), report["seq"]): report for report in reports}.values())
 
 
 def _answers(ref: Any, deadline: float) -> bool:

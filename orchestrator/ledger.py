@@ -7,8 +7,7 @@ lines.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 Phase = Literal["detect", "quiesce", "replan", "regroup", "reshard", "rework"]
@@ -59,6 +58,11 @@ class Ledger:
         self._open: Incident | None = None
 
     @property
+    def open_incident(self) -> Incident | None:
+        """The incident that has not seen its first good step yet."""
+        return self._open
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since this driver began."""
         return self.clock() - self._started
@@ -73,17 +77,17 @@ class Ledger:
         """Note the plan of the generation that begins."""
         self._generation = plan.generation
         self._log.write_plan(plan.generation, plan.as_json())
-        self.event("plan", layout=str(plan.layout), world_size=len(plan.members))
+        self.event("plan", **{key: value for key, value in plan.as_json().items() if key != "generation"})
 
-    def step(self, report: Mapping[str, Any], plan: PlanLike) -> None:
-        """Write the line of one committed step from rank 0's report, which has at least step and step_time_s.
+    def step(self, report: Mapping[str, Any], plan: PlanLike) -> dict[str, Any]:
+        """Write and return the line of one committed step; ``report`` is a worker's, with at least step and step_time_s.
 
         ``goodput`` is the share of this driver's time so far that went into steps committed for the first time.
         """
         if report["step"] > self._last_step:
             self._last_step = report["step"]
             self._productive_s += report["step_time_s"]
-        measured = {key: value for key, value in report.items() if key not in ("kind", "seq")}
+        measured = {key: value for key, value in report.items() if key not in ("kind", "seq", "durable")}
         line = {
             "time": self.wall(),
             "mfu": None,  # known only where the device's peak is
@@ -94,15 +98,16 @@ class Ledger:
             "goodput": round(self._productive_s / max(self.elapsed_s, self._productive_s, 1e-9), 4),
         }
         self._log.append_metrics(line)
+        return line
 
-    def incident(self, kind: str, cause: str, plan: PlanLike, *, since: float) -> Incident:
-        """Open an incident that hit ``plan``; ``since`` is the time of day of its first sign.
+    def incident(self, kind: str, cause: str, plan: PlanLike, *, since: float, noticed: float) -> Incident:
+        """Open an incident that hit ``plan``; ``since`` is the time of day of its first sign, ``noticed`` that of its detection.
 
         One that is still open was overtaken by this one (a loss while recovering) and ends here as "superseded".
         """
         if self._open is not None:
             self._open.supersede()
-        self._open = Incident(self, kind, cause, plan, since)
+        self._open = Incident(self, kind, cause, plan, since, noticed)
         return self._open
 
     def _close(self, incident: Incident, line: Mapping[str, Any]) -> None:
@@ -117,7 +122,7 @@ class Incident:
     A stop-watch over the phases, and what had to be moved and run again.
     """
 
-    def __init__(self, ledger: Ledger, kind: str, cause: str, plan: PlanLike, since: float) -> None:
+    def __init__(self, ledger: Ledger, kind: str, cause: str, plan: PlanLike, since: float, noticed: float) -> None:
         self.kind = kind
         self.steps_run_again = 0
         self._ledger = ledger
@@ -127,16 +132,19 @@ class Incident:
         self._nodes: tuple[str, ...] = ()
         self._workers: tuple[str, ...] = ()
         self._phases: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self.add_phase("detect", max(0.0, ledger.wall() - since))
+        self._running: tuple[Phase, float] | None = None
+        self.add_phase("detect", max(0.0, noticed - since))
 
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """Time one block. The seconds count also when it fails, and add up when a phase is entered again."""
-        began = self._ledger.clock()
-        try:
-            yield
-        finally:
+    def begin(self, phase: Phase) -> None:
+        """End the phase that runs and begin ``phase``; the last one ends with the incident."""
+        self._end()
+        self._running = (phase, self._ledger.clock())
+
+    def _end(self) -> None:
+        if self._running is not None:
+            phase, began = self._running
             self.add_phase(phase, self._ledger.clock() - began)
+            self._running = None
 
     def add_phase(self, phase: Phase, seconds: float) -> None:
         """Add seconds that were measured elsewhere, by a worker for example."""
@@ -177,6 +185,7 @@ class Incident:
         self._write(outcome="superseded")
 
     def _write(self, **outcome: Any) -> None:
+        self._end()
         generation, layout = self._before
         line = {
             "cause": self._cause,

@@ -21,14 +21,17 @@ _KEEPER_THREADS = 32
 
 @dataclass
 class WorkerHandle:
-    """A worker process of a node. ``store`` is its rendezvous server; None while it is still warming up."""
+    """A worker process of a node. ``warming`` is the call under way until it is warm, ``pid`` known from then on."""
 
     id: str
     node: str
     actor: Any
+    warming: Any
     pid: int | None = None
-    store: tuple[str, int] | None = None
-    warming: Any = None
+
+    @property
+    def is_warm(self) -> bool:
+        return self.warming is None
 
 
 @dataclass
@@ -80,7 +83,10 @@ class Nodes:
     def ready_workers(self) -> dict[str, WorkerHandle]:
         """Workers that can play a rank now, by id, in placement order (node by node)."""
         return {
-            worker.id: worker for node in self for worker in node.workers.values() if worker.store and not node.starting
+            worker.id: worker
+            for node in self
+            for worker in node.workers.values()
+            if worker.is_warm and node.starting is None
         }
 
     def capacity(self, node: RayNode) -> int:
@@ -155,7 +161,7 @@ class Nodes:
             max_concurrency=_WORKER_THREADS,
             runtime_env={"env_vars": env},
         ).remote(self._grace_s, device, num_threads)
-        return WorkerHandle(name, node.name, actor, warming=actor.warm_up.remote())
+        return WorkerHandle(name, node.name, actor, actor.warm_up.remote())
 
     def poll(self) -> tuple[list[str], list[tuple[str, str]]]:
         """See what has finished warming up: (ids of workers now ready, (name, cause) of nodes or workers that failed to)."""
@@ -178,7 +184,7 @@ class Nodes:
                     self.drop_worker(handle)
                     failed.append((handle.id, f"it did not start: {type(error).__name__}: {error}"))
                     continue
-                handle.pid, handle.store, handle.warming = facts["pid"], tuple(facts["store"]), None
+                handle.pid, handle.warming = facts["pid"], None
                 ready.append(handle.id)
         return ready, failed
 
@@ -187,7 +193,7 @@ class Nodes:
         ray.kill(handle.actor)
         node = self._nodes[handle.node]
         if node.standbys.pop(handle.id, None) is None and node.workers.pop(handle.id, None) is not None:
-            standby = next((other for other in node.standbys.values() if other.store), None)
+            standby = next((other for other in node.standbys.values() if other.is_warm), None)
             if standby is not None:
                 node.workers[standby.id] = node.standbys.pop(standby.id)
 

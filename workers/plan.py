@@ -45,7 +45,7 @@ class Order:
     """What one worker needs to play its rank in a generation, from forming the groups to the last step.
 
     fetches     this rank's part of the transfer plan; None starts from fresh weights
-    store       (host, port) of the rendezvous server that this generation uses
+    rendezvous  the keeper whose rendezvous this generation uses
     keepers     node -> keeper handle, for the pieces that lie on other nodes
     keeper      the keeper of the worker's own node
     buddy       the keeper that holds this rank's copy, or None
@@ -59,7 +59,7 @@ class Order:
     rank: int
     program: Program
     schema: Schema
-    store: tuple[str, int]
+    rendezvous: Any
     fetches: tuple[Fetch, ...] | None
     node: str
     keepers: dict[str, Any]
@@ -78,11 +78,14 @@ class Order:
 class Outcome:
     """How one worker's part in a generation ended.
 
-    kind  "finished" (an end condition), "paused" (asked to stop after a step), "fenced" (a peer failed) or "failed" (this worker raised)
-    step  the last step whose optimizer update this worker applied
+    kind      "finished" (an end condition), "paused" (asked to stop after a step), "fenced" (a peer failed) or "failed" (this worker raised)
+    step      the last step whose optimizer update this worker applied
+    ended_at  time of day at which the training thread left
+    unusable  key of the holding that was damaged or gone when the state was taken over
     """
 
     kind: str
     step: int
     cause: str = ""
-    fenced_at: float = 0.0
+    ended_at: float = 0.0
+    unusable: Any = None

@@ -6,22 +6,24 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import ray
-
-from checkpointing.arena import Arena
-from checkpointing.load import load_state
-from pipelines.client import ReaderClient
-from workers.device import Device
-from workers.engine import Engine
-from workers.fenced_group import Fence, Fenced, Generation
+from checkpointing.holding import HoldingUnusable
+from checkpointing.load import load_state, open_holding
+from pipelines.batches import Cursor
+from pipelines.client import InputInterrupted, ReaderClient
+from workers.calls import RendezvousClient, wait_for
+from workers.device import Device, give_back_memory
+from workers.engine import Engine, Verdict
+from workers.fence import Fence, Fenced
+from workers.fenced_group import Generation
+from workers.host_state import HostState
 from workers.plan import Order, Outcome
-from workers.rendezvous import connect
-from workers.snapshots import Snapshots, wait_ref
+from workers.snapshots import Snapshots
 
-_KEEP_REPORTS = 256
+_REPORTS_KEPT = 256
+_SNAPSHOT_SHARE = 0.02  # of the step time that snapshots may cost under ``snapshot_every: auto``
 
 
 class Control:
@@ -32,7 +34,8 @@ class Control:
         self.fence = Fence()
         self.stop = threading.Event()
         self.done = threading.Event()
-        self._reports: deque[dict[str, Any]] = deque(maxlen=_KEEP_REPORTS)
+        self.client: ReaderClient | None = None
+        self._reports: deque[dict[str, Any]] = deque(maxlen=_REPORTS_KEPT)
         self._num_reports = 0
         self._changed = threading.Condition()
 
@@ -55,17 +58,18 @@ class Control:
 
 
 def play(order: Order, device: Device, control: Control) -> Outcome:
-    """Play ``order``'s rank until the generation ends for this worker; never raises for a failure of the job."""
+    """Play ``order``'s rank until the generation ends for this worker; a failure is an outcome, not an error."""
     training = _Training(order, device, control)
     try:
         return training.run()
-    except Fenced as error:
-        return Outcome("fenced", training.step, str(error), control.fence.tripped_at)
+    except (Fenced, InputInterrupted) as error:
+        return Outcome("fenced", training.step, control.fence.cause or str(error), time.time())
     except Exception as error:
         if control.fence.tripped:
-            return Outcome("fenced", training.step, control.fence.cause, control.fence.tripped_at)
+            return Outcome("fenced", training.step, control.fence.cause, time.time())
         control.fence.trip(f"rank {order.rank} raised {type(error).__name__}: {error}")
-        return Outcome("failed", training.step, traceback.format_exc(limit=-8), time.time())
+        unusable = error.key if isinstance(error, HoldingUnusable) else None
+        return Outcome("failed", training.step, traceback.format_exc(limit=-8), time.time(), unusable)
     finally:
         training.close()
 
@@ -73,10 +77,12 @@ def play(order: Order, device: Device, control: Control) -> Outcome:
 class _Training:
     def __init__(self, order: Order, device: Device, control: Control) -> None:
         self.order, self.device, self.control = order, device, control
-        self.step, self.cursor, self.tokens = order.step, order.cursor, order.tokens
-        self._closers: list[Any] = []
+        self.step, self.cursor, self.tokens = order.step, Cursor.from_list(order.cursor), order.tokens
+        self._closers: list[Callable[[], None]] = []
+        self._snapshot_every = order.snapshot_every if isinstance(order.snapshot_every, int) else 1
 
     def run(self) -> Outcome:
+        self._read_ahead()
         self._regroup()
         self._take_over()
         return self._loop()
@@ -85,11 +91,31 @@ class _Training:
         for close in reversed(self._closers):
             close()
 
-    def _regroup(self) -> None:
+    def _read_ahead(self) -> None:
+        """Begin to fetch the first batch while the groups form."""
         order, fence = self.order, self.control.fence
+        self.client = self.control.client = ReaderClient(
+            order.readers,
+            lambda reader, method, args: wait_for(getattr(reader, method).remote(*args), fence),
+            data_size=order.layout.data_size,
+            data_rank=order.layout.data_rank(order.layout.coordinates(order.rank)),
+            micro_batch_rows=order.program.training.micro_batch_rows,
+        )
+        self._closers.append(self.client.close)
+        fence.on_trip(self.client.interrupt)
+
+    def _regroup(self) -> None:
+        order = self.order
         started = time.monotonic()
-        store = connect(*order.store, timeout_s=order.detect_bound_s)
-        generation = Generation.form(store, order.rank, order.layout.size, fence, self.device, order.detect_bound_s)
+        generation = Generation.form(
+            RendezvousClient(order.rendezvous),
+            number=order.generation,
+            rank=order.rank,
+            world_size=order.layout.size,
+            fence=self.control.fence,
+            device=self.device,
+            deadline=order.detect_bound_s,
+        )
         self._closers.append(generation.dissolve)
         self.engine = Engine(order.program, order.layout, order.rank, self.device.torch)
         self.control.report("regrouped", seconds=time.monotonic() - started)
@@ -98,40 +124,37 @@ class _Training:
         """Fill the model from the survivors' memory (or disk), or start fresh; then protect it under this generation."""
         order, fence = self.order, self.control.fence
         started = time.monotonic()
-        self.client = ReaderClient(
-            order.readers,
-            lambda reader, method, *args: wait_ref(getattr(reader, method).remote(*args), fence),
-            (order.layout.data_size, order.layout.data_rank(order.layout.coordinates(order.rank))),
-            order.program.training.micro_batch_rows,
-        )
-        self._closers.append(self.client.close)
-        self.client.prefetch(self.cursor)
-        self.engine.initialize()
-        if order.fetches is not None:
-            with _Sources(order, fence) as sources:
-                host = self.device.host_arrays(self.engine.local_state())
-                load_state(order.fetches, host, sources.open_local, sources.read_remote)
-        self.snapshots = Snapshots(order, self.engine, self.device, fence)
+        state = HostState(self.engine.local_state(), self.device)
+        if order.fetches is None:
+            self.engine.initialize()
+        else:
+            load_state(
+                order.fetches,
+                state.arrays,
+                open_holding,
+                lambda node, requests: wait_for(order.keepers[node].read.remote(requests), fence),
+            )
+            state.push()
+        self.snapshots = Snapshots(order, state, fence)
         self._closers.append(self.snapshots.close)
         self.snapshots.take(self.step, self._meta({}), durable=False)
         self.control.report("taken_over", seconds=time.monotonic() - started)
 
     def _loop(self) -> Outcome:
-        order, control, training = self.order, self.control, self.order.program.training
+        """Steps: forward and backward, one vote, then the optimizer moves; the next vote commits the snapshot."""
+        order, control = self.order, self.control
         while True:
             started = time.monotonic()
             batch = self.client.next(self.cursor)
             input_s = time.monotonic() - started
             self.engine.forward_backward(batch)
-            held_s = self.snapshots.wait_held()
-            verdict = self.engine.vote(stop=control.stop.is_set())
-            lr = self.engine.apply(verdict, self.step)
+            stall_s = self.snapshots.wait_held()
+            verdict = self.engine.vote(stop=control.stop.is_set(), held=True)
+            lr = self.engine.apply(verdict, self.step + 1)
             self.step += 1
             self.cursor = batch.next
             self.tokens += batch.num_valid
-            finished = self.step == training.max_steps or (
-                training.max_tokens is not None and self.tokens >= training.max_tokens
-            )
+            finished = self._finished()
             last = finished or verdict.stop
             durable = bool(order.durable_every) and self.step % order.durable_every == 0
             report = {
@@ -143,47 +166,42 @@ class _Training:
                 "lr": lr,
                 "finite": verdict.finite,
                 "batch_digest": batch.digest,
-                "cursor": self.cursor,
+                **self._evaluate(),
             }
-            if training.eval_every and self.step % training.eval_every == 0:
-                report["eval_loss"] = self.engine.evaluate(self.client.eval_batch(training.eval_rows))
-            stall_s = held_s
-            if last or durable or self.step % self._snapshot_every() == 0:
+            if last or durable or self.step % self._snapshot_every == 0:
                 stall_s += self.snapshots.take(self.step, self._meta(report), durable)
             if last:
                 self.snapshots.wait_held()
-                self.engine.vote(stop=True)  # all members agree that the last snapshot is held before any of them leaves
-            report |= {"step_time_s": time.monotonic() - started, "input_s": input_s, "stall_s": stall_s, "durable": durable}
-            control.report("step", **report)
+                self.engine.vote(stop=True, held=True)  # nobody leaves before all hold the last snapshot
+            control.report(
+                "step",
+                **report,
+                step_time_s=time.monotonic() - started,
+                input_s=input_s,
+                stall_s=stall_s,
+                durable=durable,
+            )
+            if self.step == order.step + 1:
+                give_back_memory()
             if last:
                 return Outcome("finished" if finished else "paused", self.step)
 
-    def _snapshot_every(self) -> int:
-        return self.order.snapshot_every if isinstance(self.order.snapshot_every, int) else 1
+    def _finished(self) -> bool:
+        training = self.order.program.training
+        by_steps = training.max_steps is not None and self.step >= training.max_steps
+        return by_steps or (training.max_tokens is not None and self.tokens >= training.max_tokens)
+
+    def _evaluate(self) -> dict[str, float]:
+        training = self.order.program.training
+        if not training.eval_every or self.step % training.eval_every:
+            return {}
+        return {"eval_loss": self.engine.evaluate(self.client.eval_batch(training.eval_rows))}
+
+    def _adapt(self, verdict: Verdict) -> None:
+        """Under ``auto``, the smallest interval at which snapshots cost their share; all ranks see the same verdict."""
+        if self.order.snapshot_every == "auto" and verdict.step_s > 0:
+            wanted = verdict.stall_s / (_SNAPSHOT_SHARE * verdict.step_s)
+            self._snapshot_every = max(1, round(wanted))
 
     def _meta(self, report: dict[str, Any]) -> dict[str, Any]:
-        return {"cursor": self.cursor, "tokens": self.tokens, "report": report}
-
-
-class _Sources:
-    """Opens the holdings that a transfer plan names: arenas of this node by mapping, other nodes through their keepers."""
-
-    def __init__(self, order: Order, fence: Fence) -> None:
-        self._order, self._fence = order, fence
-        self._arenas: dict[Any, Arena] = {}
-
-    def __enter__(self) -> _Sources:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for arena in self._arenas.values():
-            arena.close()
-
-    def open_local(self, holding: Any) -> np.ndarray:
-        key = (holding.snapshot.generation, holding.snapshot.rank, holding.role)
-        if key not in self._arenas:
-            self._arenas[key] = Arena.attach(wait_ref(self._order.keeper.arena_address.remote(*key), self._fence))
-        return self._arenas[key].slot(holding.slot)
-
-    def read_remote(self, node: str, requests: list[Any]) -> Any:
-        return wait_ref(self._order.keepers[node].read.remote(requests), self._fence)
+        return {"cursor": self.cursor.to_list(), "tokens": self.tokens, "report": report}

@@ -16,7 +16,6 @@ from workers.device import Device
 from workers.engine import describe, warm_up
 from workers.plan import Order, Outcome
 from workers.program import Program
-from workers.rendezvous import RendezvousServer
 from workers.run import Control, play
 
 
@@ -25,15 +24,15 @@ class Worker:
 
     def __init__(self, device_index: int, num_threads: int) -> None:
         self._device = Device.choose(device_index, num_threads)
-        self._server = RendezvousServer()
         self._lock = threading.Lock()
         self._fenced_below = 0
         self._control: Control | None = None
 
     def warm_up(self) -> dict[str, Any]:
-        """Load what the first step would load, then say who this is: pid, device kind, rendezvous address."""
+        """Load what the first step would load, then say who this is: pid and device kind."""
+        self._device.use()
         warm_up(self._device.torch)
-        return {"pid": os.getpid(), "device": self._device.kind, "store": self._server.address}
+        return {"pid": os.getpid(), "device": self._device.kind}
 
     def describe(self, program: Program) -> Schema:
         """The schema of ``program``'s training state; raises ValueError for a model that cannot be built."""
@@ -80,5 +79,7 @@ class Worker:
             return []
         return control.reports(after, timeout_s)
 
-    def ping(self) -> float:
-        return time.time()
+    def use_readers(self, readers: tuple[Any, ...]) -> None:
+        """Read from these from now on."""
+        if self._control is not None and self._control.client is not None:
+            self._control.client.replace(readers)

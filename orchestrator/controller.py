@@ -1,0 +1,354 @@
+"""The controller: an explicit state machine that keeps a job training whatever joins or dies.
+
+    Planning -> Starting -> Training -> Finishing
+                   ^           |
+                   |           v (a failure, or a resize at a step boundary)
+                   +-- Resharding <- Replanning <- Quiescing
+                                        |
+                                        +-- Waiting (too few workers; the state stays in memory)
+
+Every transition is an event. Decisions are made by the pure functions of ``policies`` and ``recovery``; processes are
+talked to through ``Nodes``, ``Readers`` and ``Running``.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from checkpointing.durable import checkpoint_holdings, newest_verified
+from checkpointing.layout import Layout
+from checkpointing.schema import Schema
+from checkpointing.transfer import Holding, StateLost, newest_complete
+from orchestrator.config import JobConfig
+from orchestrator.generation import Ended, Running, take_inventory
+from orchestrator.ledger import Ledger, Phase
+from orchestrator.nodes import Nodes
+from orchestrator.policies import End, FailurePolicy, choose_layout
+from orchestrator.readers import Readers
+from orchestrator.recovery import NextGeneration, Source, plan_generation
+from orchestrator.saver import Saver
+from orchestrator.stop import StopRequest
+from workers.plan import Order, Plan
+from workers.program import Program
+
+_TICK_S = 0.25
+_LOOK_FOR_NODES_EVERY_S = 1.0
+
+
+class State(enum.Enum):
+    PLANNING = "planning"
+    STARTING = "starting"
+    TRAINING = "training"
+    QUIESCING = "quiescing"
+    REPLANNING = "replanning"
+    RESHARDING = "resharding"
+    WAITING = "waiting"
+    FINISHING = "finishing"
+
+
+class JobFailed(Exception):
+    """The job cannot go on; the message says why, in a sentence for the user."""
+
+
+class Controller:
+    """Runs one job to its end. ``run`` raises JobFailed when it cannot go on; ``step`` is the last committed one."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        program: Program,
+        nodes: Nodes,
+        readers: Readers,
+        ledger: Ledger,
+        saver: Saver,
+        stop: StopRequest,
+        on_step: Callable[[dict[str, Any]], None],
+        preferred: Sequence[Layout] | None,
+        is_possible: Callable[[Layout], bool],
+        first_generation: int,
+    ) -> None:
+        self._config, self._program = config, program
+        self._nodes, self._readers = nodes, readers
+        self._ledger, self._saver, self._stop, self._on_step = ledger, saver, stop, on_step
+        self._preferred, self._is_possible = preferred, is_possible
+        failure = config.run.failure_config
+        self._failures = FailurePolicy(failure.max_failures, failure.max_identical_failures)
+        self._bound_s = failure.detect_bound_s
+        self.generation = first_generation - 1
+        self.step = 0
+        self._plan: Plan | None = None
+        self._unusable: set[Any] = set()
+        self._next_look = 0.0
+
+    def run(self) -> None:
+        self._enter(State.PLANNING)
+        self._schema = self._start()
+        source = self._first_source()
+        while True:
+            upcoming = self._replan(source)
+            ended = self._train(upcoming)
+            if ended.kind == "finished" or (ended.kind == "paused" and self._stop.requested):
+                self._enter(State.FINISHING)
+                self._saver.save(self._schema, self._nodes, self.generation, ended.step)
+                return
+            source = self._resized(upcoming.plan) if ended.kind == "paused" else self._failed(ended, upcoming)
+
+    # Start
+
+    def _start(self) -> Schema:
+        """Admit the nodes there are and wait until their workers are warm; one of them works out the schema."""
+        self._enter(State.STARTING)
+        self._look_after_nodes()
+        minimum = self._config.group.scaling.min_workers
+        while any(handle.warming for node in self._nodes for handle in node.workers.values()):
+            if self._stop.check():
+                raise JobFailed(f"stopped while starting ({self._stop.reason})")
+            self._look_after_nodes()
+            time.sleep(_TICK_S)
+        workers = self._nodes.ready_workers()
+        if len(workers) < minimum:
+            raise JobFailed(f"{len(workers)} of the {minimum} workers that the job needs came up; events.jsonl says why")
+        self._readers.check()
+        self._saver.check_shared(self._nodes)
+        first = next(iter(workers.values()))
+        return ray.get(first.actor.describe.remote(self._program))
+
+    def _first_source(self) -> Source:
+        """Fresh weights, or the newest verified checkpoint when the run's folder has one."""
+        source = self._from_disk()
+        if source is None:
+            return Source.fresh()
+        self.step = source.step
+        self._ledger.event("resumed", step=source.step)
+        return source
+
+    def _from_disk(self) -> Source | None:
+        checkpoint, problems = newest_verified(self._saver.directory)
+        for problem in problems:
+            self._ledger.event("checkpoint_damaged", cause=problem)
+        return Source.of(checkpoint_holdings(checkpoint), "disk") if checkpoint is not None else None
+
+    # Plan
+
+    def _replan(self, source: Source) -> NextGeneration:
+        self._enter(State.REPLANNING)
+        self._phase("replan")
+        while (upcoming := self._plan_from(source)) is None:
+            self._wait_for_workers()
+            source = self._best_source(self._inventory()) if source.tier == "memory" else source
+        return upcoming
+
+    def _plan_from(self, source: Source) -> NextGeneration | None:
+        workers = {name: handle.node for name, handle in self._nodes.ready_workers().items()}
+        if len(workers) < self._config.group.scaling.min_workers:
+            return None
+        return plan_generation(
+            generation=self.generation + 1,
+            schema=self._schema,
+            source=source,
+            preferred=self._preferred,
+            is_possible=self._is_possible,
+            workers=workers,
+            domains=self._nodes.domains,
+            survive=self._config.protection.survive,
+            previous=self._plan,
+        )
+
+    def _wait_for_workers(self) -> None:
+        """Too few workers: the state stays in memory while processes warm up and nodes join."""
+        self._enter(State.WAITING)
+        before = set(self._nodes.ready_workers())
+        while not set(self._nodes.ready_workers()) - before:
+            if self._stop.check():
+                raise JobFailed(f"stopped while waiting for workers ({self._stop.reason}); last step {self.step}")
+            self._look_after_nodes()
+            time.sleep(_TICK_S)
+
+    # Train
+
+    def _train(self, upcoming: NextGeneration) -> Ended:
+        plan = self._plan = upcoming.plan
+        self.generation = plan.generation
+        self._enter(State.RESHARDING)
+        self._phase("regroup")
+        self._ledger.plan(plan)
+        self._running = Running(plan, self._orders(upcoming), self._nodes.ready_workers(), self._bound_s)
+        asked = False
+        while True:
+            reports, ended = self._running.wait(_TICK_S)
+            for report in reports:
+                self._on_report(report, upcoming)
+            if ended is not None:
+                if ended.kind != "failed":
+                    for report in self._running.drain():
+                        self._on_report(report, upcoming)
+                return ended
+            if self._look_after_nodes():
+                self._running.use_readers(self._readers)
+            if not asked and (self._stop.check() or self._better_layout(plan)):
+                asked = True
+                self._running.stop_after_step()
+
+    def _orders(self, upcoming: NextGeneration) -> list[Order]:
+        plan, transfer, source = upcoming.plan, upcoming.transfer, upcoming.source
+        keepers = {node.name: node.keeper for node in self._nodes}
+        return [
+            Order(
+                generation=plan.generation,
+                layout=plan.layout,
+                rank=rank,
+                program=self._program,
+                schema=self._schema,
+                rendezvous=keepers[plan.members[0].node],
+                fetches=transfer.fetches[rank] if transfer else None,
+                node=member.node,
+                keepers=keepers,
+                keeper=keepers[member.node],
+                buddy=keepers[member.buddy] if member.buddy else None,
+                readers=self._readers.preference(member.node),
+                step=source.step,
+                cursor=source.cursor,
+                tokens=source.tokens,
+                snapshot_every=self._config.protection.snapshot_every,
+                durable_every=self._config.run.checkpoint_config.every_steps,
+                detect_bound_s=self._bound_s,
+            )
+            for rank, member in enumerate(plan.members)
+        ]
+
+    def _on_report(self, report: dict[str, Any], upcoming: NextGeneration) -> None:
+        """Take note of what a rank says; an incident ends with the first step after it."""
+        if report["kind"] == "regrouped":
+            self._phase("reshard")
+        elif report["kind"] == "taken_over":
+            self._phase("rework")
+        elif report["kind"] == "step":
+            if report["step"] == upcoming.source.step + 1:
+                # The first vote of a generation says that its first snapshot is held: older ones may go.
+                for node in self._nodes:
+                    node.keeper.release.remote(upcoming.plan.generation)
+                self._enter(State.TRAINING)
+            self.step = report["step"]
+            self._on_step(self._ledger.step(report, upcoming.plan))
+            if report["durable"]:
+                self._saver.save_in_background(self._schema, self._nodes, upcoming.plan.generation, report["step"])
+            self._recovered(upcoming)
+
+    def _recovered(self, upcoming: NextGeneration) -> None:
+        incident, transfer = self._ledger.open_incident, upcoming.transfer
+        if incident is not None:
+            incident.close(
+                generation=upcoming.plan.generation,
+                layout_after=str(upcoming.plan.layout),
+                num_workers=len(upcoming.plan.members),
+                source_tier=upcoming.source.tier,
+                bytes_moved=transfer.bytes_moved if transfer else 0,
+                bytes_lower_bound=transfer.bytes_lower_bound if transfer else 0,
+            )
+
+    def _better_layout(self, plan: Plan) -> bool:
+        """Whether the workers that are ready now allow a layout that the job would rather have."""
+        num_ready = len(self._nodes.ready_workers())
+        if num_ready <= len(plan.members) + len(plan.spares):
+            return False
+        best = choose_layout(self._preferred, num_ready, self._is_possible, lambda layout: layout != plan.layout)
+        return best is not None and best != plan.layout
+
+    # What survives
+
+    def _resized(self, plan: Plan) -> Source:
+        now = time.time()
+        incident = self._ledger.incident("resize", "more workers are ready", plan, since=now, noticed=now)
+        incident.begin("quiesce")
+        return self._best_source(self._inventory())
+
+    def _failed(self, ended: Ended, upcoming: NextGeneration) -> Source:
+        """Fence the generation, see what is left, and decide how to go on. Raises JobFailed when it cannot."""
+        self._enter(State.QUIESCING)
+        noticed = time.time()
+        survivors = self._running.quiesce(ended.cause, self._nodes)
+        for report in survivors.reports:
+            self._on_report(report, upcoming)
+        since = ended.since or noticed
+        incident = self._ledger.incident("failure", ended.cause, upcoming.plan, since=since, noticed=noticed)
+        incident.add_phase("quiesce", time.time() - noticed)
+        incident.lost(nodes=survivors.dead_nodes, workers=survivors.dead_workers)
+        incident.begin("replan")
+        self._forget(survivors.dead_workers, survivors.dead_nodes)
+        if ended.unusable is not None:
+            self._unusable.add(ended.unusable)
+        decision = self._failures.decide(ended.cause.strip().splitlines()[-1], self.step)
+        try:
+            if isinstance(decision, End):
+                raise JobFailed(decision.reason)
+            source = self._best_source(survivors.holdings)
+        except JobFailed as failure:
+            incident.close(generation=self.generation, ended=str(failure))
+            raise
+        incident.steps_run_again = max(0, self.step - source.step)
+        return source
+
+    def _forget(self, workers: Sequence[str], nodes: Sequence[str]) -> None:
+        for name in nodes:
+            self._nodes.lose(name)
+            self._ledger.event("node_lost", node=name)
+        for name in workers:
+            node = name.split("/")[0]
+            if node in self._nodes:
+                self._nodes.drop_worker(self._nodes[node].workers[name])
+                self._ledger.event("worker_lost", worker=name)
+        self._readers.ensure(list(self._nodes))
+
+    def _inventory(self) -> Sequence[Holding]:
+        holdings, _ = take_inventory(self._nodes, set(self._nodes.domains))
+        return holdings
+
+    def _best_source(self, holdings: Sequence[Holding]) -> Source:
+        """The newest complete snapshot in memory, else the newest verified checkpoint, else the beginning if there was no step yet."""
+        usable = [holding for holding in holdings if holding.key not in self._unusable]
+        try:
+            state = newest_complete(self._schema, usable)
+        except StateLost as lost:
+            source = self._from_disk()
+            if source is not None:
+                self._ledger.event("fallback", cause=str(lost), step=source.step)
+                return source
+            if self.step == 0:
+                return Source.fresh()
+            raise JobFailed(
+                f"{lost}; there is no durable checkpoint to fall back to "
+                f"(run.checkpoint_config.every_steps is {self._config.run.checkpoint_config.every_steps})"
+            ) from None
+        return Source.of([h for h in usable if (h.snapshot.generation, h.snapshot.step) == state], "memory")
+
+    # Beside everything
+
+    def _look_after_nodes(self) -> bool:
+        """Admit nodes that joined, take note of what is warm, bring nodes back to strength; whether readers changed."""
+        if time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + _LOOK_FOR_NODES_EVERY_S
+        for node in self._nodes.admit_new():
+            self._ledger.event("node_admitted", node=node.name, ray_node=node.ray_node.ray_id, num_workers=node.num_workers)
+        ready, failed = self._nodes.poll()
+        for name in ready:
+            self._ledger.event("worker_ready", worker=name)
+        for name, cause in failed:
+            self._ledger.event("start_failed", what=name, cause=cause)
+            if name in self._nodes:
+                self._nodes.lose(name)
+        self._nodes.refill()
+        return self._readers.ensure(list(self._nodes))
+
+    def _enter(self, state: State) -> None:
+        self._ledger.event("state", state=state.value, step=self.step)
+
+    def _phase(self, phase: Phase) -> None:
+        """Time spent from here on counts for ``phase`` of the incident that is open, if one is."""
+        if self._ledger.open_incident is not None:
+            self._ledger.open_incident.begin(phase)

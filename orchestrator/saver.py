@@ -1,0 +1,95 @@
+"""Durable checkpoints, written by the keepers while training goes on; the driver only plans and commits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+from checkpointing.durable import StateLost, begin, commit, list_checkpoints, plan_shares, retain, step_of
+from checkpointing.holding import HoldingUnusable
+from checkpointing.schema import Schema
+from checkpointing.transfer import Holding
+from orchestrator.generation import take_inventory
+from orchestrator.ledger import Ledger
+from orchestrator.nodes import Nodes
+from orchestrator.runfolder import RunFolder
+
+
+class Saver:
+    """Writes one checkpoint at a time into the run's ``checkpoints`` and keeps the newest ``num_to_keep``."""
+
+    def __init__(self, folder: RunFolder, num_to_keep: int | None, ledger: Ledger) -> None:
+        self.directory = Path(folder.location("checkpoints"))
+        self._folder = folder
+        self._num_to_keep = num_to_keep
+        self._ledger = ledger
+        self._thread: threading.Thread | None = None
+
+    def check_shared(self, nodes: Nodes) -> None:
+        """Raise ValueError when a node does not see the run's folder, since its keeper could not write there."""
+        with self._folder.probe() as path:
+            seen = {node.name: node.keeper.sees.remote(path) for node in nodes}
+            blind = [name for name, ref in seen.items() if not ray.get(ref)]
+        if blind:
+            raise ValueError(
+                f"{', '.join(blind)} cannot see the run's folder {self._folder.url}; "
+                "run.storage_path must be on storage that all nodes share"
+            )
+
+    def save_in_background(self, schema: Schema, nodes: Nodes, generation: int, step: int) -> None:
+        """Save a step whose snapshots the workers pinned. Does nothing while the checkpoint before is being written."""
+        if self._thread is not None and self._thread.is_alive():
+            self._ledger.event("checkpoint_skipped", step=step, cause="the last one is still being written")
+            return
+        holdings, _ = take_inventory(nodes, set(nodes.domains))
+        keepers = {node.name: node.keeper for node in nodes}
+        self._thread = threading.Thread(
+            target=self._try, args=(schema, keepers, holdings, generation, step), name="saver", daemon=True
+        )
+        self._thread.start()
+
+    def save(self, schema: Schema, nodes: Nodes, generation: int, step: int) -> Path | None:
+        """Save the last step of a generation that has stopped; returns the checkpoint's folder, None when it failed."""
+        self.wait()
+        if any(step_of(path) == step for path in list_checkpoints(self.directory)):
+            return next(path for path in list_checkpoints(self.directory) if step_of(path) == step)
+        holdings, _ = take_inventory(nodes, set(nodes.domains))
+        return self._try(schema, {node.name: node.keeper for node in nodes}, holdings, generation, step)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _try(
+        self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int
+    ) -> Path | None:
+        """A checkpoint that fails costs no training: the event says why, and the next one is tried."""
+        started = time.monotonic()
+        try:
+            path = self._write(schema, keepers, holdings, generation, step)
+        except (OSError, StateLost, HoldingUnusable, ray.exceptions.RayError) as error:
+            self._ledger.event("checkpoint_failed", step=step, cause=str(error).splitlines()[-1])
+            return None
+        seconds = round(time.monotonic() - started, 3)
+        self._ledger.event("checkpoint", step=step, path=str(path), seconds=seconds)
+        return path
+
+    def _write(self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int) -> Path:
+        state = [h for h in holdings if (h.snapshot.generation, h.snapshot.step) == (generation, step)]
+        shares = plan_shares(schema, state)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        attempt = begin(self.directory, step)
+        written = ray.get(
+            [
+                keepers[node].write_durable.remote(step, generation, str(attempt), share)
+                for node, share in shares.items()
+            ]
+        )
+        path = commit(attempt, schema, state[0].snapshot, [entry for entries in written for entry in entries])
+        retain(self.directory, self._num_to_keep)
+        return path

@@ -1,0 +1,186 @@
+"""``ElasticTrainer``: checks a job, brings together all that drives it, and cleans up whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from checkpointing.layout import Layout
+from orchestrator.cluster import connect, living_nodes
+from orchestrator.config import JobConfig, candidate_layouts, layout_problem
+from orchestrator.controller import Controller, JobFailed
+from orchestrator.ledger import Ledger
+from orchestrator.nodes import Nodes
+from orchestrator.readers import Readers
+from orchestrator.renewal import renewing
+from orchestrator.runfolder import Acquired, RunFolder, new_run_name
+from orchestrator.saver import Saver
+from orchestrator.stop import StopRequest
+from pipelines.corpus import Corpus
+from pipelines.tokenizer import train_or_load
+from workers.config import DecoderConfig
+from workers.program import Program
+
+OnStep = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended. ``metrics`` is the last step's line of metrics.jsonl, ``incidents`` the lines of all incidents."""
+
+    path: str
+    metrics: dict[str, Any]
+    incidents: tuple[dict[str, Any], ...]
+    error: JobFailed | None
+
+
+class ElasticTrainer:
+    """Trains one job to its end on whatever workers there are.
+
+    ``model``: the user's ``build(vocab_size, seq_len) -> nn.Module`` as a function, instead of ``config.model``.
+    """
+
+    def __init__(self, config: JobConfig, *, model: Callable[[int, int], Any] | None = None) -> None:
+        self._config = config
+        self._model = model
+
+    def fit(self, *, resume: bool = False, address: str | None = None, on_step: OnStep = lambda line: None) -> Any:
+        """Train; returns Ray Train's ``Result`` with ``incidents`` added. Raises ValueError for what the user can mend.
+
+        A job that could not go on is in ``Result.error`` (a JobFailed), as Ray has it.
+        """
+        from orchestrator.result import as_result
+
+        return as_result(self.run(resume=resume, address=address, on_step=on_step))
+
+    def run(self, *, resume: bool = False, address: str | None = None, on_step: OnStep = lambda line: None) -> JobEnd:
+        """``fit`` without Ray Train's classes, which take seconds to import."""
+        config = self._config
+        folder = RunFolder(config.run.storage_path, config.run.name or new_run_name())
+        if not folder.is_local:
+            raise ValueError(f"run.storage_path {config.run.storage_path} is not a local path, which checkpoints need so far")
+        corpus = Corpus.open(config.data.text)
+        model = self._resolve_model()
+        preferred, is_possible = _layouts(config, model)
+        acquired = folder.acquire(config, resume=resume)
+        stop = StopRequest(folder, config.training.max_time_s)
+        ledger = Ledger(folder)
+        status: Any = "failed"
+        try:
+            with stop.on_signals(), connect(address):
+                nodes = Nodes(config.group.scaling, config.orphan_grace_s)
+                _check_resources(config, nodes)
+                on_step({"message": acquired.message})
+                last: dict[str, Any] = {}
+
+                def note(line: dict[str, Any]) -> None:
+                    last.clear()
+                    last.update(line)
+                    on_step(line)
+
+                job = acquired.job
+                program = Program(model, job.optimizer, job.training, job.data.vocab_size, job.data.seq_len)
+                tokenizer = train_or_load(corpus, job.data.vocab_size)
+                rows, seed = job.training.global_batch_rows, job.training.seed
+                reader_args = (corpus.manifest(), tokenizer, job.data, rows, seed)
+                readers = Readers(job.data.num_readers, job.orphan_grace_s, reader_args)
+                saver = Saver(folder, job.run.checkpoint_config.num_to_keep, ledger)
+                first = max(folder.read_plans(), default=0) + 1
+                controller = Controller(
+                    job, program, nodes, readers, ledger, saver, stop, note, preferred, is_possible, first
+                )
+                error = None
+                with _cleaned_up(nodes, readers, saver), renewing(nodes, readers, folder, stop, job.orphan_grace_s):
+                    try:
+                        controller.run()
+                        status = "stopped" if stop.requested else "finished"
+                    except JobFailed as failure:
+                        error = failure
+                        ledger.event("failed", cause=str(failure))
+                    ledger.event("ended", status=status, step=controller.step)
+                return JobEnd(folder.url, last, tuple(ledger.incidents), error)
+        finally:
+            _give_back(folder, acquired, status)
+
+    def _resolve_model(self) -> Any:
+        """The decoder's configuration, or the user's build function, which travels to the workers by value."""
+        model = self._model or self._config.model
+        if isinstance(model, DecoderConfig):
+            return model
+        if isinstance(model, str):
+            module_name, name = model.split(":")
+            sys.path.insert(0, os.getcwd())
+            try:
+                model = getattr(importlib.import_module(module_name), name)
+            except (ImportError, AttributeError) as error:
+                raise ValueError(f"model {self._config.model!r} cannot be imported from {os.getcwd()}: {error}") from None
+            finally:
+                sys.path.remove(os.getcwd())
+        module = sys.modules.get(model.__module__)
+        if module is not None and not _is_installed(module):
+            ray.cloudpickle.register_pickle_by_value(module)
+        return model
+
+
+def _is_installed(module: Any) -> bool:
+    """Whether workers can import it by name; a file of the user's own they may not see."""
+    file = getattr(module, "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _layouts(config: JobConfig, model: Any) -> tuple[tuple[Layout, ...] | None, Callable[[Layout], bool]]:
+    """The job's layouts in order of preference (None: auto), and which layouts its model can take."""
+    own = not isinstance(model, DecoderConfig)
+
+    def problem(layout: Layout) -> str | None:
+        if own and (layout.tp > 1 or layout.pp > 1):
+            return "cuts the model by tp or pp, which a model of your own cannot be; use dp and r"
+        return layout_problem(config, layout)
+
+    candidates = candidate_layouts(config)
+    if candidates == "auto":
+        return None, lambda layout: problem(layout) is None
+    for layout in candidates:
+        found = problem(layout)
+        if found is not None:
+            raise ValueError(f"layout {layout} {found}")
+    return candidates, lambda layout: True
+
+
+def _check_resources(config: JobConfig, nodes: Nodes) -> None:
+    """Refuse at once what this cluster cannot hold, saying what there is and what would fit."""
+    there = {node.ray_id[:8]: nodes.capacity(node) for node in living_nodes()}
+    minimum, fits = config.group.scaling.min_workers, sum(there.values())
+    if fits < minimum:
+        need = " + ".join(f"{amount:g} {name}" for name, amount in nodes.per_worker.items())
+        each = ", ".join(f"{count} on {name}" for name, count in there.items()) or "no node"
+        raise ValueError(
+            f"the job needs at least {minimum} workers of {need} each, but the cluster has room for {fits} ({each}); "
+            f"set scaling.num_workers to {max(fits, 1)} or less with a layout of that size, or ask for less per worker"
+        )
+
+
+@contextlib.contextmanager
+def _cleaned_up(nodes: Nodes, readers: Readers, saver: Saver) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        saver.wait()
+        readers.shut_down()
+        nodes.shut_down()
+
+
+def _give_back(folder: RunFolder, acquired: Acquired, status: Any) -> None:
+    """End the lease; a folder of a new run in which nothing has been decided yet goes again."""
+    if status == "failed" and not acquired.resumed and not folder.read_plans():
+        shutil.rmtree(folder.url, ignore_errors=True)
+    else:
+        folder.finish(status)
