@@ -23,7 +23,7 @@ from checkpointing.schema import Piece, Schema, TensorSpec, pieces
 from workers.config import DecoderConfig, OptimizerConfig, TrainingConfig
 from workers.models.spec import derive_seed, model_spec, stored_dtype, token_loss
 from workers.optimizer import build_optimizer, learning_rate, materialise, state_template
-from workers.parallelize import parallelize
+from workers.parallelize import forget_meshes, parallelize
 from workers.program import Program
 
 
@@ -91,6 +91,7 @@ class Engine:
         self._first, self._last = self._at.pp == 0, self._at.pp == layout.pp - 1
         self._spec = model_spec(program)
         self._compute = torch.bfloat16 if program.training.precision == "bf16" else stored_dtype(program)
+        forget_meshes()
         mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
         self._pp_group = mesh.get_group("pp")
 
@@ -227,6 +228,12 @@ class Engine:
             stop=num_stop > 0,
             held=num_held == self._layout.size,
         )
+
+    def gradient(self, name: str) -> Tensor:
+        """This rank's shard of a parameter's gradient, after ``vote``; clipped in place by ``apply``."""
+        gradient = self._leaves[name].grad
+        assert gradient is not None
+        return gradient
 
     def apply(self, verdict: Verdict, step: int) -> float:
         """Clip and let the optimizer move, unless the verdict is not finite. Returns the learning rate.

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 from torch.distributed.tensor.parallel import parallelize_module
 
 from checkpointing.layout import Layout
@@ -30,3 +31,16 @@ def parallelize(module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, layout: La
             # The loss is divided by the global number of tokens already. The factor alone needs what gloo lacks.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor remembers of the meshes of earlier generations; call it before a new mesh is made.
+
+    Its caches compare meshes by ranks and axis names, not by their groups: a new mesh with the ranks of an old one would
+    be answered with the old one, whose groups are gone. They also keep those groups alive.
+    """
+    debug._clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
