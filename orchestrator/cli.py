@@ -95,12 +95,16 @@ def train(
         config = JobConfig.from_yaml(job, overrides)
     except OSError as error:
         raise click.UsageError(f"{job} cannot be read: {error.strerror}") from None
+    from orchestrator.progress import progress_line
     from orchestrator.trainer import ElasticTrainer
 
-    result = ElasticTrainer(config).fit(resume=resume, address=address)
+    def say(line: dict[str, Any]) -> None:
+        click.echo(progress_line(line), err=as_json)  # with --json, stdout holds the result alone
+
+    end = ElasticTrainer(config).run(resume=resume, address=address, on_step=say)
     if as_json:
-        _print_json({"path": result.path, "metrics": result.metrics, "error": result.error and str(result.error)})
-    return 0 if result.error is None else _fail(str(result.error))
+        _print_json({"path": end.path, "metrics": end.metrics, "error": end.error and str(end.error)})
+    return 0 if end.error is None else _fail(str(end.error))
 
 
 @cli.command(epilog="Example: planaria status runs/my-run --json")

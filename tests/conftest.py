@@ -29,7 +29,7 @@ PROVE = os.environ.get("PLANARIA_PROVE") == "1"
 
 _patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("test", derandomize=True, max_examples=50, database=None, **_patient)
-settings.register_profile("prove", max_examples=2000, print_blob=True, **_patient)
+settings.register_profile("prove", max_examples=500, print_blob=True, **_patient)
 settings.load_profile("prove" if PROVE else "test")
 
 
@@ -41,7 +41,7 @@ def prove() -> bool:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[LocalCluster]:
-    """Four real Ray nodes (the head is one) with 2 CPUs each. A test that kills a node starts another one for the next."""
+    """Four real Ray nodes (the head is one) with 2 CPUs each. A test that kills a node starts another one."""
     from orchestrator.local_cluster import local_cluster
 
     with local_cluster(num_nodes=4, cpus_per_node=2) as cluster:

@@ -23,9 +23,8 @@ names = st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_si
 )
 # Text that YAML could take for something else, beside any text at all.
 texts = st.one_of(
-    st.sampled_from(
-        ["1e5", "1e-3", "null", "yes", "0x10", "1_000", "12:30", "~", "2026-01-01", "- a", "a: b", "#", " "]
-    ),
+    st.sampled_from(["1e5", "1e-3", "null", "yes", "0x10", "1_000", "12:30", "~", "2026-01-01", "- a", "a: b", " "]),
+    st.sampled_from(["\x85", "a\u2028b", "\ufeff", "\r\n"]),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
 )
 positive = st.floats(1e-12, 1e12)
@@ -177,9 +176,9 @@ def test_a_misspelt_key_names_the_right_one(key: str, data: st.DataObject) -> No
         (["training.max_steps='3'"], "training.max_steps is '3'; allowed: a whole number (at least 1), or null"),
         (["training.max_steps=0"], "training.max_steps is 0; allowed: a whole number (at least 1), or null"),
         (["training.precision=fp16"], "training.precision is 'fp16'; allowed: 'fp32' or 'bf16' or 'fp64'"),
-        (["scaling.num_workers=many"], "scaling.num_workers is 'many'; allowed: a whole number, or a list of 2, each a"),
-        (["scaling.num_workers=[8, 2]"], "scaling.num_workers is (8, 2); allowed: a whole number of at least 1, or (min,"),
-        (["run.failure_config.max_failures=-2"], "run.failure_config.max_failures is -2; allowed: a whole number (at le"),
+        (["scaling.num_workers=many"], "scaling.num_workers is 'many'; allowed: a whole number, or a list of 2, "),
+        (["scaling.num_workers=[8, 2]"], "scaling.num_workers is (8, 2); allowed: a whole number of at least 1, "),
+        (["run.failure_config.max_failures=-2"], "run.failure_config.max_failures is -2; allowed: a whole number ("),
         (["optimizer.betas=0.9"], "optimizer.betas is 0.9; allowed: a list of 2, each a number"),
         (["optimizer.lr=.inf"], "optimizer.lr is inf; allowed: finite numbers"),
         (["model=decoder"], "model is 'decoder'; allowed: a mapping of DecoderConfig or 'package.module:build'"),
@@ -192,8 +191,8 @@ def test_a_misspelt_key_names_the_right_one(key: str, data: st.DataObject) -> No
         (["layout=dp5·tp2"], "layout dp5·tp2 needs 10 workers, more than scaling.num_workers=8"),
         (["layout=tp8"], "layout tp8 has tp8, which does not divide model.num_kv_heads=4"),
         (["layout=pp7"], "layout pp7 has 7 pipeline stages, more than model.num_layers=6"),
-        (["layout=dp8", "training.global_batch_rows=7"], "layout dp8 has 8 data ranks, more than training.global_batch"),
-        (["layout=dp8", "scaling.num_workers=[4, 8]"], "layout offers nothing for 4 workers (scaling.num_workers=(4, 8"),
+        (["layout=dp8", "training.global_batch_rows=7"], "layout dp8 has 8 data ranks, more than training."),
+        (["layout=dp8", "scaling.num_workers=[4, 8]"], "layout offers nothing for 4 workers (scaling.num_workers="),
         (["training.max_steps=null"], "training has no end: give at least one of training.max_steps, max_tokens"),
         (["training.max_steps=null", "training.max_time_s=9"], "optimizer.decay_steps is missing; it is needed when"),
         (["training.eval_every=5", "data.eval_fraction=0"], "data.eval_fraction is 0, so nothing is held out for"),
@@ -201,7 +200,7 @@ def test_a_misspelt_key_names_the_right_one(key: str, data: st.DataObject) -> No
         (["scaling=null"], "scaling is missing; for example"),
         (["groups=[{name: a}]"], "groups and scaling are both given; a job has one of them"),
         (["scaling=null", "groups=[{}, {}]"], "groups has 2 entries; exactly one worker group is supported so far"),
-        (["scaling=null", "groups=[{scalin: 3}]"], "groups.0.scalin (value 3) is not a known key; did you mean scaling?"),
+        (["scaling=null", "groups=[{scalin: 3}]"], "groups.0.scalin (value 3) is not a known key; did you mean "),
         (["run.name=a/b"], "run.name is 'a/b'; allowed: letters, digits"),
         (["run.storage_path='s3://key:word@bucket/x'"], "run.storage_path holds a password"),
         (["nothing"], "--set nothing: write it as key=value"),

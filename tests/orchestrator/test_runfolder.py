@@ -1,0 +1,294 @@
+"""The run folder: who may drive a run, and what is read back of what was written."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow.fs import LocalFileSystem
+
+from orchestrator import lines as lines_module
+from orchestrator.environment import PACKAGES
+from orchestrator.lease import LeaseLost
+from orchestrator.lines import FileLines, SegmentLines
+from orchestrator.runfolder import RunFolder, RunRefused
+from orchestrator.storage import LocalStorage, ObjectStorage, Storage, _put_if_absent
+from tests.orchestrator.run_drivers import JOB, drive_forever, race
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def folder(path: Path) -> RunFolder:
+    return RunFolder(str(path), "run")
+
+
+# -- the same name again
+
+
+def test_a_new_run_writes_down_what_was_asked(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing is made before a driver has the run"
+    got = run.acquire(JOB)
+    assert (got.resumed, got.epoch, got.job.optimizer.decay_steps) == (False, 1, 5)
+    assert RunFolder.open(str(tmp_path / "run")).read_job() == got.job
+    environment = run.read_environment()
+    assert environment["format"] == 1 and environment["seed"] == 0 and environment["versions"]["pydantic"]
+
+
+def test_a_live_driver_is_not_disturbed(tmp_path: Path) -> None:
+    folder(tmp_path).acquire(JOB)
+    with pytest.raises(RunRefused, match=r"^run 'run' is being driven from .* [(]its lease ends in \d+ s"):
+        folder(tmp_path).acquire(JOB, resume=True)
+
+
+def test_an_unfinished_run_goes_on(tmp_path: Path) -> None:
+    first = folder(tmp_path)
+    first.acquire(JOB)
+    first.request_stop()
+    first.finish("stopped")
+    second = folder(tmp_path)
+    got = second.acquire(JOB.with_overrides(["scaling.num_workers=1", "training.max_steps=7"]))
+    assert (got.resumed, got.same_code, got.epoch) == (True, True, 2)
+    assert got.job.training.max_steps == 7 and got.job.decay_steps == 5, "the schedule stays as it was"
+    assert got.message.startswith("resuming run 'run'") and got.message.endswith("(stopped)")
+    assert not second.stop_requested(), "a request to stop was meant for the driver before"
+
+
+def test_a_finished_run_needs_resume(tmp_path: Path) -> None:
+    first = folder(tmp_path)
+    first.acquire(JOB)
+    first.finish("finished")
+    with pytest.raises(RunRefused, match=r"is finished; use --resume with a later end .* or choose a new run.name$"):
+        folder(tmp_path).acquire(JOB)
+    assert folder(tmp_path).acquire(JOB.with_overrides(["training.max_steps=9"]), resume=True).resumed
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_another_jobs_run_is_refused_by_key(tmp_path: Path, resume: bool) -> None:
+    first = folder(tmp_path)
+    first.acquire(JOB)
+    first.finish("stopped")
+    other = JOB.with_overrides(["data.seq_len=64", "optimizer.lr=1e-4", "layout=dp2"])
+    with pytest.raises(RunRefused, match=r"another job, which differs in data.seq_len, optimizer.lr; .*--resume"):
+        folder(tmp_path).acquire(other, resume=resume)
+    assert first.read_job() == JOB.resolved()
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(RunRefused, match=r"^there is no run to resume in .*; leave --resume out to start one$"):
+        folder(tmp_path).acquire(JOB, resume=True)
+    with pytest.raises(RunRefused, match=r"^there is no run in "):
+        RunFolder.open(str(tmp_path / "run"))
+
+
+# -- the lease
+
+
+def test_of_rivals_one_drives(tmp_path: Path) -> None:
+    barrier, results = SPAWN.Barrier(4), SPAWN.Queue()
+    rivals = [SPAWN.Process(target=race, args=(str(tmp_path), barrier, results)) for _ in range(4)]
+    for rival in rivals:
+        rival.start()
+    assert sorted((results.get(timeout=60) for _ in rivals), key=str) == [1, None, None, None]
+    for rival in rivals:
+        rival.join(timeout=60)
+
+
+def test_a_killed_driver_of_this_host_is_followed_at_once(tmp_path: Path) -> None:
+    ready = SPAWN.Queue()
+    driver = SPAWN.Process(target=drive_forever, args=(str(tmp_path), ready))
+    driver.start()
+    assert ready.get(timeout=60)
+    with pytest.raises(RunRefused, match="is being driven"):
+        folder(tmp_path).acquire(JOB)
+    assert driver.pid is not None
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.join()
+    run = folder(tmp_path)
+    assert run.acquire(JOB).resumed
+    assert run.read_metrics() == [{"format": 1, "step": 1, "generation": 1, "loss": 3.0}]
+
+
+def _edit_lease(path: Path, **fields: Any) -> None:
+    lease = sorted((path / "run" / "lease").iterdir())[-1]
+    lease.write_text(json.dumps({**json.loads(lease.read_text()), **fields}))
+
+
+def test_a_driver_elsewhere_is_believed_until_its_lease_ends(tmp_path: Path) -> None:
+    folder(tmp_path).acquire(JOB)
+    _edit_lease(tmp_path, owner="elsewhere:1:0.00")
+    with pytest.raises(RunRefused, match="is being driven"):
+        folder(tmp_path).acquire(JOB)
+    _edit_lease(tmp_path, expires=time.time() - 1)
+    assert folder(tmp_path).acquire(JOB).epoch == 2
+
+
+def test_an_older_driver_is_fenced(tmp_path: Path) -> None:
+    older, newer = folder(tmp_path), folder(tmp_path)
+    older.acquire(JOB)
+    _edit_lease(tmp_path, expires=0)
+    newer.acquire(JOB)
+    assert older._lease is not None
+    object.__setattr__(older._lease, "expires", 0.0)  # the pause in which it lost the run
+    with pytest.raises(LeaseLost):
+        older.renew()
+    with pytest.raises(LeaseLost):
+        older.finish("finished")
+    newer.renew()
+    newer.finish("finished")
+    assert newer.lease is not None and newer.lease.status == "finished"
+
+
+def test_renewal_moves_the_expiry_and_is_cheap_until_it_is_due(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    run.acquire(JOB.with_overrides(["orphan_grace_s=4"]))
+    first = run._lease
+    assert first is not None and first.ttl_s == 2
+    run.renew()
+    assert run._lease is first, "not due"
+    object.__setattr__(first, "expires", time.time() + 1)
+    run.renew()
+    assert run._lease is not None and run._lease.expires > time.time() + 1.5
+
+
+# -- what is written is read back
+
+
+def _object_storage(path: Path) -> ObjectStorage:
+    """The storage that S3 and others use, on top of pyarrow's local file system."""
+    return ObjectStorage(LocalFileSystem(), str(path), f"file://{path}")
+
+
+@pytest.mark.parametrize("make", [LocalStorage, _object_storage])
+def test_storage(tmp_path: Path, make: Callable[[Path], Storage]) -> None:
+    storage = make(tmp_path / "x")
+    assert storage.read("a") is None and storage.names("d") == []
+    storage.write("a", b"1")
+    storage.write("a", b"2")
+    assert storage.read("a") == b"2"
+    assert storage.create("d/2", b"x") and not storage.create("d/2", b"y") and storage.create("d/1", b"z")
+    assert storage.read("d/2") == b"x" and storage.names("d") == ["d/1", "d/2"]
+    storage.remove("a")
+    storage.remove("a")
+    assert storage.read("a") is None
+
+
+def test_drafts_of_killed_writers_are_swept(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    dead = SPAWN.Process(target=os.getpid)
+    dead.start()
+    dead.join()
+    mine, left = tmp_path / f".stop.{os.getpid()}.tmp", tmp_path / f".job.yaml.{dead.pid}.tmp"
+    mine.touch()
+    left.touch()
+    storage.sweep()
+    assert mine.exists() and not left.exists()
+
+
+def test_a_torn_line_is_left_out_and_harms_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    log = FileLines(LocalStorage(tmp_path), "log")
+    assert [line["step"] for line in log.read()] == [1]
+    log.append({"step": 2})
+    assert [line["step"] for line in log.read()] == [1, 2]
+
+
+def test_segments_read_as_one_log_also_after_a_new_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = _object_storage(tmp_path)
+    first, second = SegmentLines(storage, "log"), SegmentLines(storage, "log")
+    for number in range(3):
+        first.append({"n": number})
+    assert storage.names("log") == [], "lines wait a few seconds"
+    first.flush(force=True)
+    monkeypatch.setattr(lines_module, "_SEGMENT_S", 0.0)
+    second.append({"n": 3})
+    first.append({"n": 4})  # an older driver that still writes takes no segment of the newer one
+    assert storage.names("log") == [f"log/0000000{number}.jsonl" for number in range(3)]
+    assert [line["n"] for line in second.read()] == [0, 1, 2, 3, 4]
+
+
+def test_a_step_that_ran_again_counts_with_its_last_generation(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    for step, generation in [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3), (3, 2), (4, 3)]:
+        run.append_metrics({"step": step, "generation": generation})
+    assert [(line["step"], line["generation"]) for line in run.read_metrics()] == [(1, 1), (2, 2), (3, 3), (4, 3)]
+
+
+def test_plans_are_kept_by_generation(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    for generation in (1, 2, 10):
+        run.write_plan(generation, {"layout": f"dp{generation}"})
+    assert run.read_plans() == {generation: {"layout": f"dp{generation}"} for generation in (1, 2, 10)}
+    assert list(run.read_plans()) == [1, 2, 10]
+
+
+def test_a_probe_is_a_file_for_as_long_as_it_is_needed(tmp_path: Path) -> None:
+    with folder(tmp_path).probe() as path:
+        assert os.path.isfile(path)
+    assert not os.path.exists(path)
+
+
+def test_the_environment_names_neither_host_nor_user(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    run.acquire(JOB)
+    text = (tmp_path / "run" / "environment.json").read_text()
+    assert os.uname().nodename not in json.loads(text).values() and str(Path.home()) not in text
+    assert set(PACKAGES) == {"checkpointing", "orchestrator", "pipelines", "workers"}
+
+
+# -- S3: exclusive creation is a conditional PUT
+
+
+class _Bucket(BaseHTTPRequestHandler):
+    objects: dict[str, bytes]
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        taken = self.path in self.objects and self.headers["If-None-Match"] == "*"
+        if not taken:
+            self.objects[self.path] = body
+        error = b"<Error><Code>PreconditionFailed</Code></Error>" if taken else b""
+        self.send_response(412 if taken else 200)
+        self.send_header("Content-Length", str(len(error)))
+        self.end_headers()
+        self.wfile.write(error)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, bytes]]]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    handler = type("Bucket", (_Bucket,), {"objects": {}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"s3://bucket/runs?scheme=http&region=eu-1&endpoint_override=127.0.0.1:{server.server_port}", handler.objects
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_exclusive_creation_on_s3(s3: tuple[str, dict[str, bytes]]) -> None:
+    url, objects = s3
+    assert _put_if_absent(url, "bucket/runs/lease/1", b"first")
+    assert not _put_if_absent(url, "bucket/runs/lease/1", b"second")
+    assert list(objects) == ["/bucket/runs/lease/1"]
+
+
+def test_locations_behind_a_uri_keep_their_options(s3: tuple[str, dict[str, bytes]]) -> None:
+    run = RunFolder(s3[0], "run")
+    assert run.location("checkpoints").startswith("s3://bucket/runs/run/checkpoints?scheme=http&region=eu-1&")
+    assert not run.is_local
