@@ -54,13 +54,22 @@ class FencedWork(dist.Work):
 class CollectiveWork(FencedWork):
     """Gloo collectives, one after the other."""
 
-    def __init__(self, fence: Fence, parts: Sequence[dist.Work], finish: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        fence: Fence,
+        parts: Sequence[dist.Work],
+        finish: Callable[[], None] | None,
+        over: Callable[[CollectiveWork], None],
+    ) -> None:
+        """``over`` is told when gloo no longer touches any tensor of this work."""
         super().__init__(fence, finish)
-        self._parts = parts
+        self.parts = parts
+        self._over = over
 
     def _await(self, deadline: float | None) -> None:
-        for part in self._parts:
+        for part in self.parts:
             self._await_part(part, deadline)
+        self._over(self)
 
     def _await_part(self, part: dist.Work, deadline: float | None) -> None:
         self._fence.check()
@@ -82,7 +91,7 @@ class CollectiveWork(FencedWork):
             self._fence.check()
 
     def is_completed(self) -> bool:
-        return all(part.is_completed() for part in self._parts)
+        return all(part.is_completed() for part in self.parts)
 
 
 class PointToPointWork(FencedWork):
@@ -221,10 +230,11 @@ class FencedGroup(dist.ProcessGroup):
     ) -> FencedWork:
         reduce, output, pieces = _reduce_rows(opts), outputs[0], list(inputs[0])
         received = [torch.empty_like(pieces[self.rank()]) for _ in pieces]
-        return self._run(
-            lambda: self._gloo.alltoall(received, pieces),
-            finish=lambda: output.copy_(reduce(torch.stack(received)).view_as(output)) and None,
-        )
+
+        def finish() -> None:
+            output.copy_(reduce(torch.stack(received)))
+
+        return self._run(lambda: self._gloo.alltoall(received, pieces), finish=finish)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FencedWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)

@@ -3,7 +3,8 @@
 Stock gloo leaves survivors of a killed peer waiting for its timeout, and its ``abort`` does nothing. Here no thread of
 ours ever waits inside gloo: collectives wait for the work's future or the fence; sends, receives and connecting run in
 helper threads that may get stuck in our place. A trip also shuts the generation's TCP connections, so that the peers'
-operations fail and trip their own fences: one failure reaches everybody without a coordinator.
+operations fail and trip their own fences. So a death reaches all who wait for it, directly or through others, without
+a coordinator; only of a peer that is silent (stopped, cut off) every survivor must be told.
 
 What gloo still holds when a generation is dissolved is parked until gloo has given up, because destroying it blocks.
 """
@@ -98,7 +99,7 @@ class Generation:
         self._groups: list[dist.ProcessGroupGloo] = []
         self._listeners: set[sockets.Address] = set()
         self._lock = threading.Lock()
-        self._collectives: list[dist.Work] = []  # keeps alive what gloo may still touch; swept now and then
+        self._in_flight: set[CollectiveWork] = set()  # keeps alive what gloo may still touch
 
     @classmethod
     def form(
@@ -150,12 +151,16 @@ class Generation:
 
     def run(self, calls: Sequence[Callable[[], dist.Work]], finish: Callable[[], None] | None) -> CollectiveWork:
         """Issue gloo collectives as one work."""
-        parts = [self._issue(call) for call in calls]
+        work = CollectiveWork(self.fence, [self._issue(call) for call in calls], finish, self._over)
         with self._lock:
-            if len(self._collectives) > MANY_IN_FLIGHT:
-                self._collectives = [part for part in self._collectives if not part.is_completed()]
-            self._collectives.extend(parts)
-        return CollectiveWork(self.fence, parts, finish)
+            if len(self._in_flight) > MANY_IN_FLIGHT:  # some are never waited for
+                self._in_flight = {other for other in self._in_flight if not other.is_completed()}
+            self._in_flight.add(work)
+        return work
+
+    def _over(self, work: CollectiveWork) -> None:
+        with self._lock:
+            self._in_flight.discard(work)
 
     def run_point_to_point(self, call: Callable[[], dist.Work], receives: bool) -> PointToPointWork:
         """Issue a send or receive and have a helper thread wait for it."""
@@ -231,10 +236,11 @@ class Generation:
         sockets.shut_connections(self._listeners)
 
     def _park(self) -> None:
-        """Let a thread hold the groups and what gloo may still touch until gloo is done, at its timeout at the latest."""
+        """Let a thread hold the groups and what gloo may still touch until gloo is done or has timed out."""
         self._callers.close()
         with self._lock:
-            futures = [part.get_future() for part in self._collectives if not part.is_completed()]
+            parts = (part for work in self._in_flight for part in work.parts)
+            futures = [part.get_future() for part in parts if not part.is_completed()]
         stuck = bool(futures) or self._callers.num_busy > 0
 
         def bury() -> None:
@@ -245,7 +251,7 @@ class Generation:
                 ended.wait(max(0.0, deadline - time.monotonic()))
             self._callers.join(deadline)
             self._groups.clear()
-            self._collectives.clear()
+            self._in_flight.clear()
 
         # When nothing is stuck it takes milliseconds, and the interpreter may well wait for it at its exit.
         threading.Thread(target=bury, name="fenced-park", daemon=stuck).start()

@@ -121,6 +121,8 @@ class Spaces:
 
 
 class _Connection(socketserver.BaseRequestHandler):
+    server: _Server
+
     def handle(self) -> None:
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         reader = _Reader(self.request)
