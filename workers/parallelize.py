@@ -36,8 +36,8 @@ def parallelize(module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, layout: La
 def forget_meshes() -> None:
     """Drop what DTensor remembers of the meshes of earlier generations; call it before a new mesh is made.
 
-    Its caches compare meshes by ranks and axis names, not by their groups: a new mesh with the ranks of an old one would
-    be answered with the old one, whose groups are gone. They also keep those groups alive.
+    Its caches compare meshes by ranks and axis names, not by their groups: a new mesh with the ranks of an old one
+    would be answered with the old one, whose groups are gone. They also keep those groups alive.
     """
     debug._clear_sharding_prop_cache()
     DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()

@@ -29,13 +29,8 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.5)
 
 
 def program(model: Any = MODEL, num_rows: int = 8, **training: Any) -> Program:
-    return Program(
-        model,
-        OPTIMIZER,
-        TrainingConfig(**{"global_batch_rows": num_rows, "micro_batch_rows": 1, "max_steps": 5, **training}),
-        VOCAB,
-        SEQ_LEN,
-    )
+    defaults = {"global_batch_rows": num_rows, "micro_batch_rows": 1, "max_steps": 5, "eval_rows": 6}
+    return Program(model, OPTIMIZER, TrainingConfig(**{**defaults, **training}), VOCAB, SEQ_LEN)
 
 
 @dataclass(frozen=True)

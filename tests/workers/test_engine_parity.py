@@ -80,7 +80,7 @@ class Reference:
             optimizer.step()
         self.final = {name: p.detach().numpy() for name, p in model.named_parameters()}
         with torch.no_grad():
-            self.eval_loss = self._loss(model, Rows.random(16, 1000)).item()
+            self.eval_loss = self._loss(model, Rows.random(6, 1000)).item()
 
     @staticmethod
     def _loss(model: Decoder, rows: Rows) -> torch.Tensor:
@@ -141,9 +141,9 @@ def assert_parity(ranks: Ranks, layout: Layout, precision: str, num_rows: int, n
 
 @pytest.mark.parametrize("layout", chosen_layouts(), ids=str)
 def test_fp64_parity(ranks: Ranks, layout: Layout) -> None:
-    """Loss, gradients and clipping over five steps. Eight rows: uneven and padded over most numbers of data ranks."""
-    assert max(reference("fp64", 8, 5).grad_norms) > OPTIMIZER.max_grad_norm, "nothing was clipped"
-    assert_parity(ranks, layout, "fp64", num_rows=8, num_steps=5)
+    """Loss, gradients and clipping over five steps. Nine rows: uneven and padded over most numbers of data ranks."""
+    assert max(reference("fp64", 9, 5).grad_norms) > OPTIMIZER.max_grad_norm, "nothing was clipped"
+    assert_parity(ranks, layout, "fp64", num_rows=9, num_steps=5, micro_batch_rows=2)
 
 
 @pytest.mark.parametrize("text", ["1", "dp3", "tp2·pp2", "r2·dp2·pp2"])
@@ -153,8 +153,8 @@ def test_fp32_parity(ranks: Ranks, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["pp2", "dp2·pp3"])
-def test_gpipe_and_larger_micro_batches(ranks: Ranks, text: str) -> None:
-    assert_parity(ranks, Layout.parse(text), "fp64", num_rows=8, num_steps=5, schedule="gpipe", micro_batch_rows=2)
+def test_gpipe_parity(ranks: Ranks, text: str) -> None:
+    assert_parity(ranks, Layout.parse(text), "fp64", num_rows=9, num_steps=5, schedule="gpipe")
 
 
 @pytest.mark.parametrize("text", ["1", "dp2·tp2·pp2", "r2·dp3"])
