@@ -1,0 +1,102 @@
+"""Keepers of several nodes in one process, and an unsharded reference to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from checkpointing.arena import Arena
+from checkpointing.holding import Holding, ReadRequest
+from checkpointing.keeper import Keeper
+from checkpointing.layout import Layout
+from checkpointing.load import load_state, open_holding
+from checkpointing.schema import Piece, Schema, TensorSpec, pieces
+from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
+from checkpointing.transfer import Destination, TransferPlan
+
+STORED_AS = {"bfloat16": "uint16"}
+TINY = Schema(
+    (
+        TensorSpec("embed.weight", (13, 6), "float32", 0, "first"),
+        *(TensorSpec(f"layers.{i}.wq.weight", (7, 5), "float32", 1, "layer", i) for i in range(4)),
+        *(TensorSpec(f"exp_avg/layers.{i}.wq.weight", (7, 5), "bfloat16", 1, "layer", i) for i in range(4)),
+        TensorSpec("step", (), "int64", None, "all", fsdp=False),
+    ),
+    num_layers=4,
+)
+
+Reference = Mapping[str, np.ndarray]
+
+
+def random_reference(schema: Schema, seed: int) -> Reference:
+    """Random bits, so that NaN payloads and negative zeros are among them."""
+    rng = np.random.default_rng(seed)
+    reference = {}
+    for spec in schema.tensors:
+        dtype = np.dtype(STORED_AS.get(spec.dtype, spec.dtype))
+        num_bytes = int(np.prod(spec.shape)) * dtype.itemsize
+        reference[spec.name] = np.frombuffer(rng.bytes(num_bytes), dtype).reshape(spec.shape)
+    return reference
+
+
+def cut(reference: Reference, piece: Piece) -> np.ndarray:
+    where = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
+    return reference[piece.name][(..., *where)]  # the ellipsis makes a view of a scalar too
+
+
+class Nodes:
+    """One keeper per node; each node's copies go to the next one."""
+
+    def __init__(self, names: Sequence[str], copies: bool = True) -> None:
+        self.names = names
+        self.keepers = {name: Keeper(name, self._call_hold) for name in names}
+        self._copies = copies and len(names) > 1
+        self.held: list[tuple[str, Piece]] = []  # (node, box), kept apart from the keepers' own tables
+        self.arenas: dict[int, Arena] = {}
+
+    def protect(
+        self,
+        schema: Schema,
+        reference: Reference,
+        layout: Layout,
+        placement: Sequence[str],
+        generation: int = 1,
+        step: int = 1,
+        durable: bool = False,
+    ) -> None:
+        """What the workers of one generation do at the end of one step."""
+        for rank, node in enumerate(placement):
+            state = {piece: cut(reference, piece) for piece in pieces(schema, layout, rank)}
+            buddy = self._next(node) if self._copies else None
+            address = self.keepers[node].open_arena(generation, rank, snapshot_nbytes(state), buddy)
+            arena, slot = Arena.attach(address), step % 2
+            with arena.writing(slot) as buffer:
+                records = write_snapshot(buffer, state)
+            snapshot = Snapshot(generation, step, rank, str(layout), records, {"cursor": [0, step]})
+            self.keepers[node].protect(snapshot, slot, durable)
+            self.arenas[rank] = arena
+            self.held += [(where, piece) for piece in state for where in (node, buddy) if where is not None]
+
+    def inventory(self, alive: Iterable[str]) -> list[Holding]:
+        return [holding for node in alive for holding in self.keepers[node].inventory()]
+
+    def read(self, node: str, requests: list[ReadRequest]) -> tuple[np.ndarray, tuple[str, ...]]:
+        return self.keepers[node].read(requests)
+
+    def load(self, plan: TransferPlan, rank: int, destination: Destination, reference: Reference) -> None:
+        """Load one rank, into arrays with unusual strides, and compare every bit with the reference."""
+        into = {p: np.zeros(p.size[::-1], reference[p.name].dtype).T for p in destination.pieces}
+        load_state(plan.fetches[rank], into, open_holding, self.read)
+        for piece, array in into.items():
+            assert array.tobytes() == cut(reference, piece).tobytes(), piece
+
+    def close(self) -> None:
+        for keeper in self.keepers.values():
+            keeper.release(1 << 60)
+
+    def _next(self, node: str) -> str:
+        return self.names[(self.names.index(node) + 1) % len(self.names)]
+
+    def _call_hold(self, buddy: str, snapshot: Snapshot, slot: int, data: np.ndarray) -> None:
+        self.keepers[buddy].hold(snapshot, slot, data.copy())

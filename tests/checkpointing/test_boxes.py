@@ -1,0 +1,42 @@
+"""Box arithmetic against element masks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointing.boxes import describe, overlap, slices, uncovered, volume, without
+from checkpointing.schema import Piece
+
+SIDE = 6
+
+
+@st.composite
+def boxes(draw: st.DrawFn, num_dims: int) -> Piece:
+    starts = [draw(st.integers(0, SIDE - 1)) for _ in range(num_dims)]
+    return Piece("t", tuple(starts), tuple(draw(st.integers(1, SIDE - start)) for start in starts))
+
+
+def mask(*found: Piece) -> np.ndarray:
+    total = np.zeros((SIDE,) * len(found[0].size), np.int32)
+    for box in found:
+        total[(..., *slices(box, Piece("t", (0,) * total.ndim, total.shape)))] += 1
+    return total
+
+
+@given(st.integers(0, 3).flatmap(lambda num_dims: st.lists(boxes(num_dims), min_size=2, max_size=6)))
+def test_overlap_and_remainder_match_masks(found: list[Piece]) -> None:
+    first, second, *_ = found
+    common = overlap(first, second)
+    assert (volume(common) if common else 0) == (mask(first) & mask(second)).sum()
+    rest = without(first, second)
+    assert len(rest) <= max(1, 2 * len(first.size))
+    assert (mask(*rest, first) - mask(first) == mask(first) & (1 - mask(second))).all()
+    left = uncovered(first, found[1:])
+    assert (mask(*left, first) - mask(first) == mask(first) & (mask(*found[1:]) == 0)).all()
+
+
+def test_describe() -> None:
+    assert describe(Piece("w", (0, 8), (4, 8))) == "w[0:4, 8:16]"
+    assert describe(Piece("step", (), ())) == "step[]"
