@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import statistics
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -16,7 +18,7 @@ from orchestrator.config import JobConfig
 from orchestrator.local_cluster import LocalCluster, local_cluster
 from orchestrator.runfolder import RunFolder, new_run_name
 from orchestrator.summary import summarise
-from orchestrator.trainer import ElasticTrainer
+from orchestrator.trainer import ElasticTrainer, JobEnd
 
 _KILL_AFTER_STEP = 12
 _RETURN_AFTER_STEPS = 3  # after the first step on the smaller cluster
@@ -41,41 +43,70 @@ def demo_job(text: tuple[str, ...] | None) -> JobConfig:
 
 
 def run_demo(text: tuple[str, ...] | None, as_json: bool) -> int:
+    """Run the main job and print what its files say. Returns the exit code."""
     job = demo_job(text)
+    assert job.run.name is not None
+    folder = RunFolder(job.run.storage_path, job.run.name)
     say = (lambda line: None) if as_json else click.echo
     say("starting four Ray nodes on this machine, two workers each")
-    finished = threading.Event()
-    with local_cluster(num_nodes=1, cpus_per_node=2) as cluster:
-        cluster.add_nodes(2)
+    with local_cluster(num_nodes=3, cpus_per_node=2) as cluster:
         (victim,) = cluster.add_nodes(1)
-        assert job.run.name is not None
-        folder = RunFolder(job.run.storage_path, job.run.name)
-        director = _Director(cluster, victim, folder, say, finished)
-        director.start()
-        end = ElasticTrainer(job).run(address=cluster.address, on_step=director.on_step)
-    finished.set()
-    if end.error is not None:
-        click.echo(f"planaria: {end.error}", err=True)
+        driver = _Driver(job, cluster.address, say)
+        driver.start()
+        try:
+            _direct(driver, cluster, victim, folder, say)
+        except KeyboardInterrupt:
+            say("stopping after a checkpoint")
+            folder.request_stop()
+        driver.join()
+    if driver.end is None or driver.end.error is not None:
+        click.echo(f"planaria: {driver.failure or driver.end.error}", err=True)
         return 1
     summary = summarise(folder)
     click.echo(json.dumps(summary, indent=1) if as_json else _describe(summary))
     return 0
 
 
-class _Director(threading.Thread):
-    """Kills a node in the middle of a step, brings one back, and ends the job once it has regrown."""
+def _direct(driver: _Driver, cluster: LocalCluster, victim: Any, folder: RunFolder, say: Any) -> None:
+    """Kill a node in the middle of a step, bring one back, and end the job once it has regrown."""
+    driver.wait_until(lambda lines: len(lines) >= _KILL_AFTER_STEP)
+    # Half a step after a step's end is the middle of the next one.
+    time.sleep(statistics.median(line["step_time_s"] for line in driver.lines[1:]) / 2)
+    say("-- SIGKILL to every process of one node, in the middle of a step")
+    cluster.kill_node(victim)
+    full = driver.lines[-1]["world_size"]
+    driver.wait_until(lambda lines: sum(line["world_size"] < full for line in lines) >= _RETURN_AFTER_STEPS)
+    say("-- the node comes back; training goes on while its workers warm up")
+    cluster.add_nodes(1)
+    driver.wait_until(
+        lambda lines: any(line["world_size"] < full for line in lines[-_STEPS_AFTER_REGROWTH - 1 :])
+        and all(line["world_size"] == full for line in lines[-_STEPS_AFTER_REGROWTH:])
+    )
+    folder.request_stop()
 
-    def __init__(
-        self, cluster: LocalCluster, victim: Any, folder: RunFolder, say: Any, finished: threading.Event
-    ) -> None:
-        super().__init__(name="director", daemon=True)
-        self._cluster, self._victim, self._folder, self._say = cluster, victim, folder, say
-        # The kernel ends a node's processes with the thread that started them, so this one waits for the end.
-        self._finished = finished
+
+class _Driver(threading.Thread):
+    """The job's driver. The demo's main thread makes things happen beside it, since only that may start Ray nodes."""
+
+    def __init__(self, job: JobConfig, address: str, say: Any) -> None:
+        super().__init__(name="driver", daemon=True)
+        self._job, self._address, self._say = job, address, say
         self._changed = threading.Condition()
-        self._lines: list[dict[str, Any]] = []
+        self._ended = False
+        self.lines: list[dict[str, Any]] = []
+        self.end: JobEnd | None = None
+        self.failure: Exception | None = None
 
-    def on_step(self, line: dict[str, Any]) -> None:
+    def run(self) -> None:
+        try:
+            self.end = ElasticTrainer(self._job).run(address=self._address, on_step=self._on_step)
+        except Exception as error:
+            self.failure = error
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _on_step(self, line: dict[str, Any]) -> None:
         if "message" in line:
             self._say(line["message"])
             return
@@ -84,35 +115,13 @@ class _Director(threading.Thread):
             f"{line['layout']} on {line['world_size']} workers"
         )
         with self._changed:
-            self._lines.append(line)
+            self.lines.append(line)
             self._changed.notify_all()
 
-    def run(self) -> None:
-        self._wait_for(lambda: self._last["step"] >= _KILL_AFTER_STEP)
-        # Half a step after a step's end is the middle of the next one.
-        self._finished.wait(statistics.median(line["step_time_s"] for line in self._lines) / 2)
-        self._say("-- SIGKILL to every process of one node, in the middle of a step")
-        self._cluster.kill_node(self._victim)
-        killed_in = self._last["generation"]
-        self._wait_for(lambda: self._num_since(killed_in) >= _RETURN_AFTER_STEPS)
-        self._say("-- the node comes back; training goes on while its workers warm up")
-        self._cluster.add_nodes(1)
-        self._wait_for(lambda: self._last["generation"] > killed_in and self._last["world_size"] == 8)
-        shrunk = self._last["generation"] - 1
-        self._wait_for(lambda: self._num_since(shrunk) >= _STEPS_AFTER_REGROWTH)
-        self._folder.request_stop()
-        self._finished.wait()
-
-    @property
-    def _last(self) -> dict[str, Any]:
-        return self._lines[-1] if self._lines else {"step": 0, "generation": 0, "world_size": 0}
-
-    def _num_since(self, generation: int) -> int:
-        return sum(line["generation"] > generation for line in self._lines)
-
-    def _wait_for(self, condition: Any) -> None:
+    def wait_until(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Wait for the steps so far to meet ``condition``, or for the job's end."""
         with self._changed:
-            self._changed.wait_for(condition)
+            self._changed.wait_for(lambda: self._ended or condition(self.lines))
 
 
 def _describe(summary: dict[str, Any]) -> str:

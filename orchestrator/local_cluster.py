@@ -8,12 +8,14 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 from ray.cluster_utils import Cluster
 
 _OBJECT_STORE_BYTES = 150 * 2**20
+_PREFIX = "planaria-"
 
 
 class LocalCluster:
@@ -65,7 +67,8 @@ class LocalCluster:
 @contextlib.contextmanager
 def local_cluster(num_nodes: int, cpus_per_node: int) -> Iterator[LocalCluster]:
     """A cluster with ``num_nodes`` nodes (the head is the first) that leaves no process and no file behind."""
-    temp_dir = tempfile.mkdtemp(prefix="pl-", dir="/tmp")  # short: Ray's socket paths live below it
+    _remove_abandoned()
+    temp_dir = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp")  # short: socket paths live below it
     before = os.environ.get("RAY_TMPDIR")
     os.environ["RAY_TMPDIR"] = temp_dir  # else Ray notes this cluster as the machine's current one
     os.mkdir(f"{temp_dir}/ray")
@@ -84,3 +87,11 @@ def local_cluster(num_nodes: int, cpus_per_node: int) -> Iterator[LocalCluster]:
         os.environ.pop("RAY_TMPDIR")
         if before is not None:
             os.environ["RAY_TMPDIR"] = before
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of clusters whose process was killed; their Ray processes ended with it."""
+    for folder in Path("/tmp").glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

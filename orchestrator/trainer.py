@@ -75,7 +75,7 @@ class ElasticTrainer:
         ledger = Ledger(folder)
         status: Any = "failed"
         try:
-            with stop.on_signals(), connect(address):
+            with connect(address), stop.on_signals():  # in this order: Ray puts handlers of its own in place
                 nodes = Nodes(config.group.scaling, config.orphan_grace_s)
                 _check_resources(config, nodes)
                 on_step({"message": acquired.message})
