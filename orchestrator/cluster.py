@@ -56,7 +56,9 @@ def living_nodes() -> list[RayNode]:
     """The cluster's living nodes, in the order of their addresses and ids."""
     free = ray._private.state.available_resources_per_node()
     nodes = [
-        RayNode(node["NodeID"], node["NodeManagerAddress"], dict(node.get("Labels") or {}), free.get(node["NodeID"], {}))
+        RayNode(
+            node["NodeID"], node["NodeManagerAddress"], dict(node.get("Labels") or {}), free.get(node["NodeID"], {})
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]

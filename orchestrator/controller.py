@@ -112,7 +112,7 @@ class Controller:
             time.sleep(_TICK_S)
         workers = self._nodes.ready_workers()
         if len(workers) < minimum:
-            raise JobFailed(f"{len(workers)} of the {minimum} workers that the job needs came up; events.jsonl says why")
+            raise JobFailed(f"only {len(workers)} of {minimum} workers came up; events.jsonl says why")
         self._readers.check()
         self._saver.check_shared(self._nodes)
         first = next(iter(workers.values()))
@@ -309,7 +309,7 @@ class Controller:
         return holdings
 
     def _best_source(self, holdings: Sequence[Holding]) -> Source:
-        """The newest complete snapshot in memory, else the newest verified checkpoint, else the beginning if there was no step yet."""
+        """The newest complete snapshot in memory, else the newest verified checkpoint, else (no step yet) the beginning."""
         usable = [holding for holding in holdings if holding.key not in self._unusable]
         try:
             state = newest_complete(self._schema, usable)
@@ -334,10 +334,12 @@ class Controller:
             return False
         self._next_look = time.monotonic() + _LOOK_FOR_NODES_EVERY_S
         for node in self._nodes.admit_new():
-            self._ledger.event("node_admitted", node=node.name, ray_node=node.ray_node.ray_id, num_workers=node.num_workers)
+            self._ledger.event(
+                "node_admitted", node=node.name, ray_node=node.ray_node.ray_id, num_workers=node.num_workers
+            )
         ready, failed = self._nodes.poll()
         for name in ready:
-            self._ledger.event("worker_ready", worker=name)
+            self._ledger.event("worker_ready", worker=name, pid=self._nodes.pid_of(name))
         for name, cause in failed:
             self._ledger.event("start_failed", what=name, cause=cause)
             if name in self._nodes:

@@ -79,8 +79,10 @@ def _direct(driver: _Driver, cluster: LocalCluster, victim: Any, folder: RunFold
     say("-- the node comes back; training goes on while its workers warm up")
     cluster.add_nodes(1)
     driver.wait_until(
-        lambda lines: any(line["world_size"] < full for line in lines[-_STEPS_AFTER_REGROWTH - 1 :])
-        and all(line["world_size"] == full for line in lines[-_STEPS_AFTER_REGROWTH:])
+        lambda lines: (
+            any(line["world_size"] < full for line in lines[-_STEPS_AFTER_REGROWTH - 1 :])
+            and all(line["world_size"] == full for line in lines[-_STEPS_AFTER_REGROWTH:])
+        )
     )
     folder.request_stop()
 
@@ -127,7 +129,7 @@ class _Driver(threading.Thread):
 def _describe(summary: dict[str, Any]) -> str:
     incidents = [
         f"  {incident['kind']}: {incident['layout_before']} -> {incident['layout_after']}, state from "
-        f"{incident['source_tier']}, {incident['seconds']:.2f} s, {incident['steps_run_again']} committed steps run again, "
+        f"{incident['source_tier']}, {incident['seconds']:.2f} s, {incident['steps_run_again']} steps run again, "
         f"{incident['bytes_moved'] / 1e6:.1f} MB moved (at least {incident['bytes_lower_bound'] / 1e6:.1f})"
         for incident in summary["incidents"]
     ]

@@ -1,4 +1,4 @@
-"""One generation at work, seen from the driver: start the ranks, follow their reports, notice that something died, end it."""
+"""One generation at work, seen from the driver: start the ranks, follow their reports, notice a death, end it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_S = 2.0
 class Ended:
     """How a generation ended: kind "finished", "paused" or "failed".
 
-    For a failure ``cause``, ``since`` (time of day of the first sign) and ``unusable`` (key of a holding not to be used again).
+    For a failure ``cause``, ``since`` (time of day of the first sign) and ``unusable`` (key of a holding to leave out).
     """
 
     kind: str
@@ -46,12 +46,15 @@ class Survivors:
 class Running:
     """The ranks of one generation while they run."""
 
-    def __init__(self, plan: Plan, orders: list[Order], workers: dict[str, WorkerHandle], detect_bound_s: float) -> None:
+    def __init__(
+        self, plan: Plan, orders: list[Order], workers: dict[str, WorkerHandle], detect_bound_s: float
+    ) -> None:
         self.plan = plan
         self._bound_s = detect_bound_s
         self._members = [workers[member.worker] for member in plan.members]
         self._runs = {
-            worker.actor.run.remote(order): rank for rank, (worker, order) in enumerate(zip(self._members, orders, strict=True))
+            worker.actor.run.remote(order): rank
+            for rank, (worker, order) in enumerate(zip(self._members, orders, strict=True))
         }
         self._seen = 0
         self._poll = self._next_poll()
@@ -63,7 +66,7 @@ class Running:
         return self._members[0].actor.reports.remote(self.plan.generation, self._seen, _POLL_S)
 
     def wait(self, timeout_s: float) -> tuple[list[dict[str, Any]], Ended | None]:
-        """New reports of rank 0 and, once the generation has ended, how. Returns early when there is something to tell."""
+        """New reports of rank 0 and, once the generation has ended, how. Returns early when there is news."""
         self._ping()
         ready, _ = ray.wait([*self._runs, self._poll, *self._pings], num_returns=1, timeout=timeout_s)
         reports: list[dict[str, Any]] = []
@@ -105,7 +108,8 @@ class Running:
     def _failure_of(self, rank: int, ref: Any) -> Ended:
         error = _error_of(ref)
         assert error is not None
-        return Ended("failed", -1, f"rank {rank} on {self._members[rank].node} died ({type(error).__name__})", time.time())
+        where = f"rank {rank} on {self._members[rank].node}"
+        return Ended("failed", -1, f"{where} died ({type(error).__name__})", time.time())
 
     def _ping(self) -> None:
         now = time.monotonic()
@@ -154,7 +158,9 @@ class Running:
         deadline = time.monotonic() + ANSWER_S
         dead_nodes = {name for name, ref in keepers.items() if not _answers(ref, deadline)}
         dead = {
-            worker.id for worker in self._members if worker.node in dead_nodes or not _answers(fences[worker.id], deadline)
+            worker.id
+            for worker in self._members
+            if worker.node in dead_nodes or not _answers(fences[worker.id], deadline)
         }
         alive = [worker for worker in self._members if worker.id not in dead]
         quiesced = {worker.id: worker.actor.quiesced.remote(self._bound_s) for worker in alive}

@@ -42,7 +42,7 @@ class PlanLike(Protocol):
 class Ledger:
     """Adds time and generation to every line, and keeps the incidents of this driver.
 
-    ``clock`` measures between two points (monotonic seconds); ``wall`` is the time of day (seconds since 1970) of lines.
+    ``clock`` measures between two points (monotonic seconds); ``wall`` is the time of day (seconds since 1970).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Ledger:
         self.event("plan", **{key: value for key, value in plan.as_json().items() if key != "generation"})
 
     def step(self, report: Mapping[str, Any], plan: PlanLike) -> dict[str, Any]:
-        """Write and return the line of one committed step; ``report`` is a worker's, with at least step and step_time_s.
+        """Write and return the line of one committed step; ``report`` is a worker's, with step, step_time_s and more.
 
         ``goodput`` is the share of this driver's time so far that went into steps committed for the first time.
         """
@@ -101,7 +101,7 @@ class Ledger:
         return line
 
     def incident(self, kind: str, cause: str, plan: PlanLike, *, since: float, noticed: float) -> Incident:
-        """Open an incident that hit ``plan``; ``since`` is the time of day of its first sign, ``noticed`` that of its detection.
+        """Open an incident that hit ``plan``; ``since``: time of day of its first sign, ``noticed``: of its detection.
 
         One that is still open was overtaken by this one (a loss while recovering) and ends here as "superseded".
         """

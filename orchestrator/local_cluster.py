@@ -1,4 +1,4 @@
-"""Several real Ray nodes on this machine, for the demo, the tests and the benchmarks: each can be killed and replaced."""
+"""Several real Ray nodes on this machine, for demo, tests and benchmarks: each can be killed and replaced."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class LocalCluster:
 
     def _add(self, head: bool = False) -> Any:
         where = {"temp_dir": self._temp_dir, "include_dashboard": False} if head else {}
-        return self._cluster.add_node(
-            wait=head, num_cpus=self._cpus, object_store_memory=_OBJECT_STORE_BYTES, **where
-        )
+        return self._cluster.add_node(wait=head, num_cpus=self._cpus, object_store_memory=_OBJECT_STORE_BYTES, **where)
 
     @property
     def address(self) -> str:
@@ -47,7 +45,7 @@ class LocalCluster:
         return nodes
 
     def processes(self, node: Any) -> list[psutil.Process]:
-        """Every process of a node: raylet, agents, and all that the raylet started (keeper, workers, standbys, readers)."""
+        """Every process of a node: raylet, agents, and all that the raylet started (keeper, workers, readers)."""
         pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
         roots = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         return [process for root in roots for process in (root, *root.children(recursive=True))]

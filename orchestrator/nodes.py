@@ -1,4 +1,4 @@
-"""The nodes a job uses: one placement group each, with a keeper, workers and standbys in it, warmed up in the background."""
+"""The nodes a job uses: one placement group each, with keeper, workers and standbys, warmed up in the background."""
 
 from __future__ import annotations
 
@@ -89,6 +89,10 @@ class Nodes:
             if worker.is_warm and node.starting is None
         }
 
+    def pid_of(self, worker: str) -> int | None:
+        """Process id of a worker or standby on its node."""
+        return next(handle.pid for node in self for handle in node.handles if handle.id == worker)
+
     def capacity(self, node: RayNode) -> int:
         """Workers that fit on what is free on ``node``."""
         if not all(node.labels.get(key) == value for key, value in (self._scaling.label_selector or {}).items()):
@@ -164,7 +168,7 @@ class Nodes:
         return WorkerHandle(name, node.name, actor, actor.warm_up.remote())
 
     def poll(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """See what has finished warming up: (ids of workers now ready, (name, cause) of nodes or workers that failed to)."""
+        """See what finished warming up: ids of workers now ready, and (name, cause) of nodes or workers that failed."""
         ready, failed = [], []
         for node in list(self):
             if node.starting is not None and ray.wait([node.starting], timeout=0)[0]:
@@ -211,7 +215,9 @@ class Nodes:
 
     def renew(self) -> list[Any]:
         """Renew every lease; the calls are not waited for."""
-        actors = [node.keeper for node in list(self)] + [handle.actor for node in list(self) for handle in list(node.handles)]
+        actors = [node.keeper for node in list(self)] + [
+            handle.actor for node in list(self) for handle in list(node.handles)
+        ]
         return [actor.renew.remote() for actor in actors]
 
     def shut_down(self) -> None:

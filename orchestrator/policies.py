@@ -34,9 +34,7 @@ def divisors(number: int) -> list[int]:
 
 def layouts_of_size(size: int) -> list[Layout]:
     """Every layout of exactly ``size`` workers without replicas (``auto`` shards instead of replicating)."""
-    return [
-        Layout(pp=pp, dp=size // pp // tp, tp=tp) for pp in divisors(size) for tp in divisors(size // pp)
-    ]
+    return [Layout(pp=pp, dp=size // pp // tp, tp=tp) for pp in divisors(size) for tp in divisors(size // pp)]
 
 
 def choose_layout(
@@ -48,7 +46,7 @@ def choose_layout(
     """The layout for ``num_workers`` workers, or None when none fits.
 
     ``preferred`` is the job's list, first that fits wins; None is ``auto``: most workers used, then fewest bytes moved,
-    then lowest tp, then lowest pp, ties by text. ``bytes_moved`` is asked only where several layouts use as many workers.
+    then lowest tp, then lowest pp, ties by text.
     """
     if preferred is not None:
         return next((layout for layout in preferred if layout.size <= num_workers), None)
@@ -64,8 +62,8 @@ def assign(
 ) -> tuple[str, ...]:
     """Which worker plays each rank. ``workers`` maps worker id -> node, in placement order.
 
-    Under an unchanged layout survivors keep their ranks and a vacancy goes to the dead worker's node first, so that almost
-    nothing moves; otherwise ranks follow placement order, which keeps tensor-parallel peers on one node.
+    Under an unchanged layout survivors keep their ranks and a vacancy goes to the dead worker's node first, so that
+    almost nothing moves; otherwise ranks follow placement order, which keeps tensor-parallel peers on one node.
     """
     if previous is None or previous[0] != layout:
         return tuple(workers)[: layout.size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +177,14 @@ class RunFolder:
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Replace environment.json. The controller adds ``hosts`` (kinds of host, no names) once it knows them."""
         self._write_json("environment.json", environment)
+
+    def keep_text(self, name: str, make: Callable[[], str]) -> str:
+        """The text kept in the folder as ``name``; made now if there is none. A resumed run finds the same."""
+        data = self._storage.read(name)
+        if data is None:
+            data = make().encode()
+            self._storage.write(name, data)
+        return data.decode()
 
     @contextmanager
     def probe(self) -> Iterator[str]:

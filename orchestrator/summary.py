@@ -1,4 +1,4 @@
-"""What a run did, read from its files alone: steps, incidents, seconds by phase, and whether its data order was kept."""
+"""What a run did, read from its files alone: steps, incidents, seconds by phase, and whether order was kept."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "path": folder.url,
         "steps": len(metrics),
         "final_loss": metrics[-1]["loss"],
-        "incidents": [
-            {key: incident[key] for key in _OF_AN_INCIDENT if key in incident} for incident in incidents
-        ],
+        "incidents": [{key: incident[key] for key in _OF_AN_INCIDENT if key in incident} for incident in incidents],
         "phase_seconds": {
             phase: round(sum(incident["phases"][phase] for incident in incidents), 3) for phase in PHASES
         },
@@ -47,12 +45,13 @@ _OF_AN_INCIDENT = (
 
 
 def _samples(folder: RunFolder, metrics: list[dict[str, Any]]) -> dict[str, int]:
-    """Rows of steps that are missing or consumed another batch (lost), and rows of batches that came twice (repeated)."""
+    """Rows of steps that are missing or took another batch (lost), and rows of batches that came twice (repeated)."""
     job = folder.read_job()
     assert job is not None
     corpus = Corpus.open(job.data.text)
     rows = job.training.global_batch_rows
-    builder = BatchBuilder(corpus, train_or_load(corpus, job.data.vocab_size), job.data, rows, job.training.seed)
+    tokenizer = folder.keep_text("tokenizer.json", lambda: train_or_load(corpus, job.data.vocab_size))
+    builder = BatchBuilder(corpus, tokenizer, job.data, rows, job.training.seed)
     got = {line["step"]: line["batch_digest"] for line in metrics}
     cursor, lost = Cursor(0, 0, 0), 0
     for step in range(1, max(got) + 1):

@@ -34,7 +34,7 @@ OnStep = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended. ``metrics`` is the last step's line of metrics.jsonl, ``incidents`` the lines of all incidents."""
+    """How a job ended. ``metrics``: the last step's line of metrics.jsonl; ``incidents``: the lines of all incidents."""
 
     path: str
     metrics: dict[str, Any]
@@ -66,8 +66,12 @@ class ElasticTrainer:
         config = self._config
         folder = RunFolder(config.run.storage_path, config.run.name or new_run_name())
         if not folder.is_local:
-            raise ValueError(f"run.storage_path {config.run.storage_path} is not a local path, which checkpoints need so far")
+            raise ValueError(
+                f"run.storage_path {config.run.storage_path} is not a local path; checkpoints need one so far"
+            )
         corpus = Corpus.open(config.data.text)
+        if config.training.eval_every:
+            corpus.require_held_out(config.data.eval_fraction)
         model = self._resolve_model()
         preferred, is_possible = _layouts(config, model)
         acquired = folder.acquire(config, resume=resume)
@@ -88,7 +92,7 @@ class ElasticTrainer:
 
                 job = acquired.job
                 program = Program(model, job.optimizer, job.training, job.data.vocab_size, job.data.seq_len)
-                tokenizer = train_or_load(corpus, job.data.vocab_size)
+                tokenizer = folder.keep_text("tokenizer.json", lambda: train_or_load(corpus, job.data.vocab_size))
                 rows, seed = job.training.global_batch_rows, job.training.seed
                 reader_args = (corpus.manifest(), tokenizer, job.data, rows, seed)
                 readers = Readers(job.data.num_readers, job.orphan_grace_s, reader_args)
@@ -121,7 +125,7 @@ class ElasticTrainer:
             try:
                 model = getattr(importlib.import_module(module_name), name)
             except (ImportError, AttributeError) as error:
-                raise ValueError(f"model {self._config.model!r} cannot be imported from {os.getcwd()}: {error}") from None
+                raise ValueError(f"model {model!r} cannot be imported from {os.getcwd()}: {error}") from None
             finally:
                 sys.path.remove(os.getcwd())
         module = sys.modules.get(model.__module__)

@@ -1,4 +1,4 @@
-"""What a user says about the model and how it is trained. No torch here: the command line reads these in milliseconds."""
+"""What a user says about the model and how it is trained. No torch here: the command line reads it in milliseconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(10, ge=0)
-    decay_steps: int | None = Field(None, ge=1, description="steps until the rate is lowest; default training.max_steps")
+    decay_steps: int | None = Field(None, ge=1, description="steps until the lowest rate; default training.max_steps")
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global L2 norm")
 

@@ -12,7 +12,7 @@ from workers.device import Device
 
 
 class HostState:
-    """``arrays`` has one array per piece. ``pull`` brings it up to date with the device, ``push`` the other way round."""
+    """``arrays`` has one array per piece. ``pull`` brings it up to date with the device, ``push`` the other way."""
 
     def __init__(self, state: Mapping[Piece, torch.Tensor], device: Device) -> None:
         self._state, self._device = state, device

@@ -1,4 +1,4 @@
-"""The plan: one frozen object that says who does what in one generation, and the order that each worker gets from it."""
+"""The plan: one frozen object that says who does what in a generation, and the order that each worker gets from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.program import Program
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of the generation's mesh: the worker that plays it, that worker's node, and the node that keeps its copy."""
+    """One rank of the generation's mesh: the worker that plays it, its node, and the node that keeps its copy."""
 
     worker: str
     node: str
@@ -22,7 +22,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who does what in one generation. ``members[rank]`` plays ``rank`` of ``layout``; training goes on after ``step``."""
+    """Who does what in one generation. ``members[rank]`` plays ``rank`` of ``layout``, starting after ``step``."""
 
     generation: int
     layout: Layout
@@ -78,7 +78,8 @@ class Order:
 class Outcome:
     """How one worker's part in a generation ended.
 
-    kind      "finished" (an end condition), "paused" (asked to stop after a step), "fenced" (a peer failed) or "failed" (this worker raised)
+    kind      "finished" (an end condition), "paused" (asked to stop after a step), "fenced" (a peer failed) or
+              "failed" (this worker raised)
     step      the last step whose optimizer update this worker applied
     ended_at  time of day at which the training thread left
     unusable  key of the holding that was damaged or gone when the state was taken over

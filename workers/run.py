@@ -27,7 +27,7 @@ _SNAPSHOT_SHARE = 0.02  # of the step time that snapshots may cost under ``snaps
 
 
 class Control:
-    """What reaches the training thread from outside in one generation, and what it tells: fence, stop request, reports."""
+    """What reaches the training thread from outside in one generation, and what it tells."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -121,7 +121,7 @@ class _Training:
         self.control.report("regrouped", seconds=time.monotonic() - started)
 
     def _take_over(self) -> None:
-        """Fill the model from the survivors' memory (or disk), or start fresh; then protect it under this generation."""
+        """Fill the model from the survivors' memory (or disk), or start fresh; then protect it in this generation."""
         order, fence = self.order, self.control.fence
         started = time.monotonic()
         state = HostState(self.engine.local_state(), self.device)
