@@ -119,7 +119,7 @@ def commit(attempt: Path, schema: Schema, snapshot: Snapshot, files: Iterable[Ma
         raise StateLost(describe_missing(snapshot.step, missing), missing)
     text = json.dumps(manifest, indent=1).encode()
     _write_synced(attempt / "manifest.json", text)
-    _write_synced(attempt / "COMMITTED", json.dumps({"format": FORMAT, "manifest": _digest(text)}).encode())
+    _write_synced(attempt / "COMMITTED", _mark(text))
     for folder in (attempt / "data" / "optimizer", attempt / "data", attempt):
         _sync_folder(folder)
     target = attempt.parent / _folder_name(snapshot.step)
@@ -149,14 +149,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest, checked against COMMITTED. Raises ValueError naming what is wrong with it."""
     try:
         text = (checkpoint / "manifest.json").read_bytes()
-        mark = json.loads((checkpoint / "COMMITTED").read_bytes())
-        manifest = json.loads(text) if mark["manifest"] == _digest(text) else None
+        mark = (checkpoint / "COMMITTED").read_bytes()
     except FileNotFoundError as error:
         raise ValueError(f"checkpoint {checkpoint}: {Path(error.filename).name} is missing") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"checkpoint {checkpoint}: COMMITTED is damaged") from None
-    if manifest is None:
-        raise ValueError(f"checkpoint {checkpoint}: manifest.json does not match the digest in COMMITTED")
+    if mark != _mark(text):
+        raise ValueError(f"checkpoint {checkpoint}: COMMITTED does not have the digest of manifest.json")
+    manifest = json.loads(text)
     if manifest["format"] != FORMAT:
         raise ValueError(
             f"checkpoint {checkpoint}: format {manifest['format']} is not known; this version reads {FORMAT}"
@@ -253,8 +251,10 @@ def _missing(manifest: Mapping[str, Any]) -> tuple[Piece, ...]:
     return missing_boxes(Schema(tensors, 0), boxes)
 
 
-def _digest(data: bytes) -> str:
-    return digest_of(np.frombuffer(data, np.uint8))
+def _mark(manifest: bytes) -> bytes:
+    """What COMMITTED says about a manifest with this text."""
+    digest = digest_of(np.frombuffer(manifest, np.uint8))
+    return json.dumps({"format": FORMAT, "manifest": digest}).encode()
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -154,7 +154,8 @@ def describe_missing(step: int | None, missing: Sequence[Piece]) -> str:
     """One sentence that names the first few boxes."""
     named = ", ".join(describe(box) for box in missing[:_NAMED_IN_SENTENCE])
     more = f" and {len(missing) - _NAMED_IN_SENTENCE} more" if len(missing) > _NAMED_IN_SENTENCE else ""
-    return f"the state of step {step} is lost: nobody holds {named}{more}"
+    state = "the state" if step is None else f"the state of step {step}"
+    return f"{state} is lost: nobody holds {named}{more}"
 
 
 class _Join:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from checkpointing import durable
 from checkpointing.arena import Arena
 from checkpointing.holding import Holding, ReadRequest
 from checkpointing.keeper import Keeper
@@ -100,3 +102,19 @@ class Nodes:
 
     def _call_hold(self, buddy: str, snapshot: Snapshot, slot: int, data: np.ndarray) -> None:
         self.keepers[buddy].hold(snapshot, slot, data.copy())
+
+
+def save_checkpoint(directory: Path, step: int, layout: Layout, names: str = "abcd") -> Path:
+    """A checkpoint of ``random_reference(TINY, step)``, written by the keepers of ``names``."""
+    nodes = Nodes(names)
+    placement = [names[rank % len(names)] for rank in range(layout.size)]
+    nodes.protect(TINY, random_reference(TINY, step), layout, placement, step=step, durable=True)
+    holdings = nodes.inventory(names)
+    attempt = durable.begin(directory, step)
+    files = []
+    for node, shares in durable.plan_shares(TINY, holdings).items():
+        files += nodes.keepers[node].write_durable(step, 1, str(attempt), shares)
+    checkpoint = durable.commit(attempt, TINY, holdings[0].snapshot, files)
+    assert all(holding.role != "pin" for holding in nodes.inventory(names)), "pins are dropped once they are written"
+    nodes.close()
+    return checkpoint
