@@ -15,6 +15,7 @@ from workers.plan import Order, Outcome, Plan
 
 # Who has not answered a call on its own thread for this long, once something is known to be wrong, counts as dead.
 ANSWER_S = 1.0
+_LEAST_PATIENCE_S = 0.3
 _PING_EVERY_S = 1.0
 _POLL_S = 2.0
 
@@ -153,15 +154,11 @@ class Running:
         own detection, which takes some 13 s for a killed node.
         """
         generation = self.plan.generation
-        fences = {worker.id: worker.actor.fence.remote(generation, cause) for worker in self._members}
         keepers = {node.name: node.keeper.fence.remote(generation + 1) for node in nodes if node.starting is None}
-        deadline = time.monotonic() + ANSWER_S
-        dead_nodes = {name for name, ref in keepers.items() if not _answers(ref, deadline)}
-        dead = {
-            worker.id
-            for worker in self._members
-            if worker.node in dead_nodes or not _answers(fences[worker.id], deadline)
-        }
+        fences = {worker.id: worker.actor.fence.remote(generation, cause) for worker in self._members}
+        answered = _who_answers({**keepers, **fences})
+        dead_nodes = set(keepers) - answered
+        dead = {worker.id for worker in self._members if worker.node in dead_nodes or worker.id not in answered}
         alive = [worker for worker in self._members if worker.id not in dead]
         quiesced = {worker.id: worker.actor.quiesced.remote(self._bound_s) for worker in alive}
         deadline = time.monotonic() + self._bound_s + ANSWER_S
@@ -182,15 +179,24 @@ class Running:
 def take_inventory(nodes: Nodes, names: set[str]) -> tuple[list[Holding], set[str]]:
     """What the keepers of these nodes hold, and which of them did not answer."""
     calls = {name: nodes[name].keeper.inventory.remote() for name in names}
-    deadline = time.monotonic() + ANSWER_S
-    holdings: list[Holding] = []
-    silent = set()
-    for name, ref in calls.items():
-        if _answers(ref, deadline):
-            holdings += ray.get(ref)
-        else:
-            silent.add(name)
-    return holdings, silent
+    answered = _who_answers(calls)
+    return [holding for name in sorted(answered) for holding in ray.get(calls[name])], names - answered
+
+
+def _who_answers(calls: dict[str, Any]) -> set[str]:
+    """The names whose calls return without an error, of calls that all take about as long.
+
+    A dead node's calls simply hang. Waiting ends early when the others answered so much faster that it must be one.
+    """
+    names = {ref: name for name, ref in calls.items()}
+    waiting, started, patience = list(names), time.monotonic(), ANSWER_S
+    answered = set()
+    while waiting and (left := started + patience - time.monotonic()) > 0:
+        done, waiting = ray.wait(waiting, timeout=left)
+        answered |= {names[ref] for ref in done if _error_of(ref) is None}
+        if done and len(waiting) <= len(names) // 2:
+            patience = min(ANSWER_S, max(_LEAST_PATIENCE_S, 5 * (time.monotonic() - started)))
+    return answered
 
 
 def _answers(ref: Any, deadline: float) -> bool:
