@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 
 
 class Fenced(RuntimeError):
-    """The generation is over; the text says why. The process is healthy and may join the next one."""
+    """The generation is over; the text says why. The process is healthy and may join the next one.
+
+    Code in between may wrap it (pipeline schedules raise RuntimeError): what decides is ``Fence.tripped``.
+    """
 
 
 class Fence:

@@ -25,7 +25,7 @@ from workers.callers import Callers
 from workers.device import Device
 from workers.fence import Fence, Fenced
 from workers.fenced_gloo import CollectiveWork, FencedGroup, PointToPointWork
-from workers.rendezvous import Rendezvous, RendezvousError, Space, gather
+from workers.rendezvous import MissingKeys, Rendezvous, RendezvousError, Space, gather
 
 BACKEND = "fenced"
 MANY_IN_FLIGHT = 64
@@ -179,6 +179,9 @@ class Generation:
             gloo = self._connect(store, device, rank, len(members))
         except RuntimeError as error:
             self.fence.trip(error)
+            if isinstance(error, MissingKeys):  # of gloo's own exchange: its keys end in the rank within the group
+                absent = members[int(error.keys[0].rsplit("/", 1)[1])]
+                raise RendezvousError(f"rank {absent} left within {self._deadline:g} s of coming") from None
             if isinstance(error, Fenced | RendezvousError):
                 raise
             raise Fenced(str(error)) from error
@@ -213,9 +216,10 @@ class Generation:
 
         self._callers.submit(connect)
         with self.fence.waking(done):
-            done.wait()
+            done.wait(self._deadline)  # gloo's own bound is not kept: it has tried for 25 s when a peer died
         if not connected:
             self.fence.check()
+            raise RendezvousError(f"not connected to all members within {self._deadline:g} s: one died while they met")
         result = connected[0]
         if isinstance(result, Exception):
             raise result

@@ -91,10 +91,9 @@ class Process:
         assert kind == "error", value
         return value
 
-    def wait_out(self, timeout: float) -> None:
-        """Until its function has ended, well or not."""
-        while self._receive(timeout)[0] == "told":
-            pass
+    def end_of_run(self, timeout: float) -> None:
+        """Wait until its function has ended, well or not."""
+        assert self._receive(timeout)[0] != "told"
 
     def _receive(self, timeout: float) -> tuple[str, Any]:
         assert self._connection.poll(timeout), f"no answer within {timeout:g} s"

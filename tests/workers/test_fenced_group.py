@@ -15,8 +15,10 @@ from tests.workers.fenced_operations import (
     form_only,
     hybrid_step,
     hybrid_until_fenced,
+    leave,
     many_generations,
     numerical_results,
+    outlast_the_timeout,
     time_operations,
     wait_longer_than_allowed,
     wrong_argument,
@@ -133,17 +135,19 @@ def test_a_trip_ends_forming(pool: Pool) -> None:
     pool.run(2, check_sums)
 
 
-def test_a_rank_killed_while_forming_holds_nobody_up(pool: Pool, prove: bool) -> None:
+def test_a_rank_killed_while_forming_ends_it_by_the_deadline(pool: Pool, prove: bool) -> None:
     rng = random.Random(0)
-    for _ in range(48 if prove else 5):
+    for _ in range(48 if prove else 8):
         ranks, number = list(pool.ranks(WORLD_SIZE)), pool.next_number()
         for index, process in enumerate(ranks):
-            process.start(repeat_until_fenced, number, index, WORLD_SIZE, "barrier")
+            process.start(form_only, number, index, WORLD_SIZE, 0.7)
         time.sleep(rng.uniform(0, 0.02))  # where in the forming it falls
         victim = ranks.pop(rng.randrange(WORLD_SIZE))
+        began = time.monotonic()
         victim.signal(signal.SIGKILL)
         for process in ranks:
-            process.wait_out(timeout=7)
+            process.end_of_run(timeout=10)
+        assert time.monotonic() - began < 3.0  # the ranks come together once, and connect once
         assert [total for _, total in pool.run_on(ranks, check_sums)] == [6.0] * 3
         pool.remove(victim)
 
@@ -161,6 +165,18 @@ def test_a_wait_longer_than_allowed_is_fenced(pool: Pool) -> None:
     for index, process in enumerate(ranks):
         process.start(wait_longer_than_allowed, number, index, 2)
     assert all(process.error(timeout=5).startswith("Fenced: ") for process in ranks)
+
+
+def test_an_operation_longer_than_the_timeout_is_fenced(pool: Pool) -> None:
+    ranks, number = pool.ranks(2), pool.next_number()
+    for index, process in enumerate(ranks):
+        process.start(outlast_the_timeout, number, index, 2)
+    assert ranks[1].result() is None
+    began = time.monotonic()
+    assert ranks[0].error(timeout=10).startswith("Fenced: ")
+    assert time.monotonic() - began < 3.0
+    pool.run_on([ranks[1]], leave)
+    pool.run(2, check_sums)
 
 
 def test_a_wrong_argument_is_the_callers_and_ends_nothing(pool: Pool) -> None:
