@@ -19,10 +19,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import loss_parallel
 
 from checkpointing.layout import AXES, Layout
-from checkpointing.schema import Piece, Schema, TensorSpec, pieces
+from checkpointing.schema import Piece, pieces
 from workers.config import DecoderConfig, OptimizerConfig, TrainingConfig
-from workers.models.spec import derive_seed, model_spec, stored_dtype, token_loss
-from workers.optimizer import build_optimizer, learning_rate, materialise, state_template
+from workers.models.spec import derive_seed, describe, model_spec, stored_dtype, token_loss
+from workers.optimizer import build_optimizer, learning_rate, materialise
 from workers.parallelize import forget_meshes, parallelize
 from workers.program import Program
 
@@ -58,22 +58,6 @@ class Verdict:
     finite: bool
     stop: bool
     held: bool
-
-
-def describe(program: Program) -> Schema:
-    """The whole training state: parameters, then optimizer state as "<state>/<parameter>". Needs no process group."""
-    spec = model_spec(program)
-    parameters = spec.parameters()
-    tensors = list(parameters)
-    for state, example in state_template(program.optimizer, stored_dtype(program)).items():
-        dtype = str(example.dtype).removeprefix("torch.")
-        for p in parameters:
-            name = f"{state}/{p.name}"
-            if example.ndim:
-                tensors.append(TensorSpec(name, p.shape, dtype, p.tp_dim, p.where, p.layer))
-            else:
-                tensors.append(TensorSpec(name, (), dtype, None, p.where, p.layer, fsdp=False))
-    return Schema(tuple(tensors), spec.num_layers)
 
 
 class Engine:
@@ -238,7 +222,7 @@ class Engine:
     def apply(self, verdict: Verdict, step: int) -> float:
         """Clip and let the optimizer move, unless the verdict is not finite. Returns the learning rate.
 
-        ``step`` counts the steps before this one, so the first has 0.
+        ``step`` is the number of this step; the first is 1.
         """
         config = self._program.optimizer
         rate = learning_rate(config, step, self._program.training.max_steps)
@@ -297,7 +281,7 @@ def warm_up(device: torch.device) -> None:
         engine = Engine(program, Layout(), 0, device)
         engine.initialize()
         engine.forward_backward(batch)
-        engine.apply(engine.vote(stop=False), 0)
+        engine.apply(engine.vote(stop=False), 1)
         engine._run_pipeline(batch)
         engine.evaluate(batch)
     finally:

@@ -49,15 +49,15 @@ def state_template(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, Ten
 
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int | None) -> float:
-    """Rate of the step after ``step`` steps: linear warm-up to ``lr``, then cosine down to ``min_lr_ratio * lr``.
+    """Rate of step number ``step``, from 1: linear warm-up to ``lr``, then cosine down to ``min_lr_ratio * lr``.
 
     The lowest rate is reached at step ``decay_steps`` (default ``max_steps``) and kept; without both the peak is kept.
     """
-    done = step + 1
-    if done <= config.warmup_steps:
-        return config.lr * done / config.warmup_steps
+    assert step >= 1, step
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
     decay_steps = config.decay_steps or max_steps
     if decay_steps is None:
         return config.lr
-    progress = min(1.0, (done - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
+    progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)

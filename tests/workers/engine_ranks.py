@@ -107,7 +107,7 @@ def train(layout: Layout, rank: int, program: Program, num_steps: int) -> Traine
         verdict = engine.vote(stop=False)
         if step == 0:
             gradients = {p: engine.gradient(p.name).numpy().copy() for p in weights}
-        rates.append(engine.apply(verdict, step))
+        rates.append(engine.apply(verdict, step + 1))
         losses.append(verdict.loss)
         grad_norms.append(verdict.grad_norm)
     rows = Rows.random(training.eval_rows, 1000).part(layout, rank, training.micro_batch_rows)

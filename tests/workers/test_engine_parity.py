@@ -38,7 +38,7 @@ def chosen_layouts() -> list[Layout]:
     always = [Layout.parse(text) for text in ALWAYS.split()]
     others = [layout for layout in possible_layouts() if layout not in always]
     proving = os.environ.get("PLANARIA_PROVE") == "1"
-    return always + (others if proving else random.Random(0).sample(others, 4))
+    return always + (others if proving else random.Random(0).sample(others, 2))
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +169,6 @@ def test_same_layout_is_bitwise_equal(ranks: Ranks, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["1", "dp2·tp2·pp2"])
 def test_bf16_follows_fp32(ranks: Ranks, text: str) -> None:
-    results = ranks.run(train, Layout.parse(text), program(precision="bf16"), 5)
-    np.testing.assert_allclose(results[0].losses, reference("fp32", 8, 5).losses, rtol=0.02)
+    results = ranks.run(train, Layout.parse(text), program(precision="bf16"), 3)
+    np.testing.assert_allclose(results[0].losses, reference("fp32", 8, 3).losses, rtol=0.02)
     assert all(array.dtype == np.float32 for array in results[0].final.values())

@@ -113,7 +113,7 @@ def skip_and_fill(layout: Layout, rank: int) -> tuple[bool, bool, list[float]]:
     engine.forward_backward(rows)
     verdict = engine.vote(stop=rank == 0, held=rank != 0)
     assert verdict.stop and not verdict.held
-    engine.apply(verdict, 0)
+    engine.apply(verdict, 1)
     if poison is not None:
         poison.fill_(1.0)
     moved = any(not torch.equal(a, b) for a, b in zip(before, state.values(), strict=True))
@@ -122,7 +122,7 @@ def skip_and_fill(layout: Layout, rank: int) -> tuple[bool, bool, list[float]]:
     for _ in range(2):  # the same step from the same state, the second time after the state was written back
         engine.forward_backward(rows)
         losses.append(engine.vote(stop=False).loss)
-        engine.apply(Verdict(losses[-1], 1.0, True, False, True), 0)
+        engine.apply(Verdict(losses[-1], 1.0, True, False, True), 1)
         for tensor, saved in zip(state.values(), before, strict=True):
             tensor.copy_(saved)
     return verdict.finite, moved, losses
@@ -149,7 +149,7 @@ def test_nothing_keeps_an_old_mesh_alive(ranks: Ranks, text: str) -> None:
 
 def test_same_ranks_in_new_groups(ranks: Ranks) -> None:
     """Ranks 0 and 1 are tensor-parallel peers in both; DTensor must not answer with the mesh of the first layout."""
-    for text in ("pp3·tp2", "pp2·tp2", "tp2", "pp4·tp2"):
+    for text in ("pp3·tp2", "pp4·tp2"):
         ranks.run(train, Layout.parse(text), program(), 1)
 
 
@@ -189,9 +189,9 @@ def test_modules_that_cannot_be_used() -> None:
 
 def test_learning_rate() -> None:
     config = OPTIMIZER.model_copy(update={"warmup_steps": 4, "decay_steps": 12})
-    rates = [learning_rate(config, step, 100) for step in range(20)]
+    rates = [learning_rate(config, step, 100) for step in range(1, 21)]
     assert rates[:4] == pytest.approx([config.lr * k / 4 for k in (1, 2, 3, 4)])
     assert rates[7] == pytest.approx(config.lr * 0.55)  # half way between the peak and a tenth of it
     assert rates[11:] == pytest.approx([config.lr * 0.1] * 9)
     constant = OPTIMIZER.model_copy(update={"warmup_steps": 0, "decay_steps": None})
-    assert learning_rate(constant, 0, None) == learning_rate(constant, 10**6, None) == constant.lr
+    assert learning_rate(constant, 1, None) == learning_rate(constant, 10**6, None) == constant.lr

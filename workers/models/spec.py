@@ -19,9 +19,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from checkpointing.schema import Piece, TensorSpec
+from checkpointing.schema import Piece, Schema, TensorSpec
 from workers.config import DecoderConfig
 from workers.models.decoder import Decoder
+from workers.optimizer import state_template
 from workers.program import Program
 
 
@@ -63,6 +64,22 @@ def model_spec(program: Program) -> ModelSpec:
 def stored_dtype(program: Program) -> torch.dtype:
     """Dtype of parameters, optimizer state and reductions."""
     return torch.float64 if program.training.precision == "fp64" else torch.float32
+
+
+def describe(program: Program) -> Schema:
+    """The whole training state: parameters, then optimizer state as "<state>/<parameter>". Needs no process group."""
+    spec = model_spec(program)
+    parameters = spec.parameters()
+    tensors = list(parameters)
+    for state, example in state_template(program.optimizer, stored_dtype(program)).items():
+        dtype = str(example.dtype).removeprefix("torch.")
+        for p in parameters:
+            name = f"{state}/{p.name}"
+            if example.ndim:
+                tensors.append(TensorSpec(name, p.shape, dtype, p.tp_dim, p.where, p.layer))
+            else:
+                tensors.append(TensorSpec(name, (), dtype, None, p.where, p.layer, fsdp=False))
+    return Schema(tuple(tensors), spec.num_layers)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
