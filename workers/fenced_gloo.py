@@ -97,9 +97,10 @@ class CollectiveWork(FencedWork):
 class PointToPointWork(FencedWork):
     """A send or receive. Gloo's work can only be waited for (no future, no polling), so a helper runs ``settle``."""
 
-    def __init__(self, fence: Fence, issued: dist.Work, receives: bool) -> None:
+    def __init__(self, fence: Fence, issued: dist.Work, receives: bool, timeout: timedelta) -> None:
         super().__init__(fence)
         self._issued = issued
+        self._timeout = timeout
         self._receives = receives
         self._woken = threading.Event()
         self._done = False
@@ -108,7 +109,7 @@ class PointToPointWork(FencedWork):
     def settle(self) -> None:
         """Wait inside gloo, for as long as it takes; called by a helper thread."""
         try:
-            self._issued.wait()
+            self._issued.wait(self._timeout)  # else gloo uses the timeout that the group was connected with
         except RuntimeError as error:
             self._fence.trip(error)
             return

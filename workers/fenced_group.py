@@ -111,7 +111,7 @@ class Generation:
         fence: Fence,
         device: Device,
         *,
-        timeout: float = 60.0,
+        timeout: float = 600.0,
         deadline: float = 5.0,
         scope: str = "workers",
     ) -> Generation:
@@ -164,7 +164,7 @@ class Generation:
 
     def run_point_to_point(self, call: Callable[[], dist.Work], receives: bool) -> PointToPointWork:
         """Issue a send or receive and have a helper thread wait for it."""
-        work = PointToPointWork(self.fence, self._issue(call), receives)
+        work = PointToPointWork(self.fence, self._issue(call), receives, timedelta(seconds=self._timeout))
         self._callers.submit(work.settle)
         return work
 

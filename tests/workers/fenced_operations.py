@@ -318,3 +318,17 @@ def wrong_argument(rank: Rank, number: int, index: int, world_size: int) -> str:
         return ""
 
     return under_fence(rank, number, index, world_size, compute)
+
+
+def late_message(rank: Rank, number: int, index: int, world_size: int, late_by_s: float) -> float:
+    """Rank 0 sends what rank 1 waits for, later than the deadline for forming a group; what rank 1 got."""
+    generation = rank.form(number, index, world_size, deadline=late_by_s / 2)
+    value = torch.full((1,), float(index))
+    if index == 0:
+        threading.Event().wait(late_by_s)  # the sender is busy
+        dist.send(value, 1)
+    else:
+        dist.recv(value, 0)
+    dist.barrier()
+    generation.dissolve()
+    return value.item()

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.workers.socket_rendezvous import RendezvousServer, connect
 from workers.device import Device
 from workers.fenced_group import Fence, Fenced, Generation
-from workers.rendezvous import RendezvousServer, connect
 
 GLOO_TIMEOUT_S = 20.0  # how long stock gloo would leave survivors waiting
 

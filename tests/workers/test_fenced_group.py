@@ -15,6 +15,7 @@ from tests.workers.fenced_operations import (
     form_only,
     hybrid_step,
     hybrid_until_fenced,
+    late_message,
     leave,
     many_generations,
     numerical_results,
@@ -104,6 +105,10 @@ def test_a_hybrid_step_is_left_when_a_peer_is_killed(pool: Pool) -> None:
     assert max(seconds) < 2 * OUT_WITHIN_S  # compute between two operations is not interrupted
     pool.run_on(ranks, check_sums)
     pool.remove(victim)
+
+
+def test_a_receive_may_take_longer_than_forming_the_group(pool: Pool) -> None:
+    assert pool.run(2, late_message, 1.0) == [0.0, 0.0]
 
 
 def test_nothing_grows_over_generations(pool: Pool, prove: bool) -> None:

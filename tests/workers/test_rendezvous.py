@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.workers.socket_rendezvous import RendezvousServer, connect
 from workers.fence import Fence, Fenced
-from workers.rendezvous import MissingKeys, RendezvousError, RendezvousServer, Space, Spaces, connect, gather
+from workers.rendezvous import MissingKeys, RendezvousError, Space, Spaces, gather
 
 SERVE = """
 import sys, time
-from workers.rendezvous import RendezvousServer
+from tests.workers.socket_rendezvous import RendezvousServer
 assert "torch" not in sys.modules
 print(RendezvousServer().address[1], flush=True)
 time.sleep(600)
