@@ -83,6 +83,7 @@ class Controller:
         self.step = 0
         self._plan: Plan | None = None
         self._unusable: set[Any] = set()
+        self._pinned: tuple[int, int] | None = None  # generation and step of a checkpoint that is due
         self._next_look = 0.0
 
     def run(self) -> None:
@@ -174,6 +175,7 @@ class Controller:
     def _train(self, upcoming: NextGeneration) -> Ended:
         plan = self._plan = upcoming.plan
         self.generation = plan.generation
+        self._pinned = None
         self._enter(State.RESHARDING)
         self._phase("regroup")
         self._ledger.plan(plan)
@@ -235,8 +237,9 @@ class Controller:
                 self._enter(State.TRAINING)
             self.step = report["step"]
             self._on_step(self._ledger.step(report, upcoming.plan))
-            if report["durable"]:
-                self._saver.save_in_background(self._schema, self._nodes, upcoming.plan.generation, report["step"])
+            if self._pinned is not None:  # the vote of this step says that every keeper has the pins of the one before
+                self._saver.save_in_background(self._schema, self._nodes, *self._pinned)
+            self._pinned = (upcoming.plan.generation, report["step"]) if report["durable"] else None
             self._recovered(upcoming)
 
     def _recovered(self, upcoming: NextGeneration) -> None:
