@@ -29,7 +29,7 @@ class LocalCluster:
 
     def _add(self, head: bool = False) -> Any:
         where = {"temp_dir": self._temp_dir, "include_dashboard": False} if head else {}
-        return self._cluster.add_node(wait=head, num_cpus=self._cpus, object_store_memory=_OBJECT_STORE_BYTES, **where)
+        return self._cluster.add_node(num_cpus=self._cpus, object_store_memory=_OBJECT_STORE_BYTES, **where)
 
     @property
     def address(self) -> str:
@@ -40,9 +40,7 @@ class LocalCluster:
 
         One after the other: the kernel ends a node's processes with the *thread* that started them.
         """
-        nodes = [self._add() for _ in range(count)]
-        self._cluster.wait_for_nodes()
-        return nodes
+        return [self._add() for _ in range(count)]
 
     def processes(self, node: Any) -> list[psutil.Process]:
         """Every process of a node: raylet, agents, and all that the raylet started (keeper, workers, readers)."""
@@ -56,6 +54,7 @@ class LocalCluster:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
+        self._cluster.remove_node(node, allow_graceful=False)  # reaps them, and expects this node no longer
         return [process.pid for process in processes]
 
     def shut_down(self) -> None:
