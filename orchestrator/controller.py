@@ -312,7 +312,7 @@ class Controller:
         return holdings
 
     def _best_source(self, holdings: Sequence[Holding]) -> Source:
-        """The newest complete snapshot in memory, else the newest verified checkpoint, else (no step yet) the beginning."""
+        """The newest complete snapshot in memory, else the newest verified checkpoint, else (no step) the beginning."""
         usable = [holding for holding in holdings if holding.key not in self._unusable]
         try:
             state = newest_complete(self._schema, usable)

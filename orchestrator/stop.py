@@ -33,7 +33,7 @@ class StopRequest:
         return self.reason is not None
 
     def check(self) -> bool:
-        """Look at the clock and, every second, at the run's folder. Raises LeaseLost when another driver has the run."""
+        """Look at the clock and, every second, at the run's folder. Raises LeaseLost when another driver has it."""
         if self._lost is not None:
             raise LeaseLost(self._lost)
         now = time.monotonic()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import ray
-
 from checkpointing.layout import Layout
-from orchestrator.cluster import connect, living_nodes
+from orchestrator.callbacks import Callbacks, RunContext
+from orchestrator.cluster import connect, lasting_path, living_nodes
 from orchestrator.config import JobConfig, candidate_layouts, layout_problem
 from orchestrator.controller import Controller, JobFailed
 from orchestrator.ledger import Ledger
 from orchestrator.nodes import Nodes
+from orchestrator.one_place import package_in_the_way
+from orchestrator.own_model import Build, find_build, send_by_value
+from orchestrator.progress import event_line
 from orchestrator.readers import Readers
 from orchestrator.renewal import renewing
 from orchestrator.runfolder import Acquired, RunFolder, new_run_name
@@ -34,9 +34,13 @@ OnStep = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended. ``metrics``: the last step's line of metrics.jsonl; ``incidents``: the lines of all incidents."""
+    """How a job ended: "finished", "stopped" or "failed" (then ``error`` says why).
+
+    ``metrics``: the last step's line of metrics.jsonl; ``incidents``: the lines of all incidents.
+    """
 
     path: str
+    status: str
     metrics: dict[str, Any]
     incidents: tuple[dict[str, Any], ...]
     error: JobFailed | None
@@ -46,11 +50,13 @@ class ElasticTrainer:
     """Trains one job to its end on whatever workers there are.
 
     ``model``: the user's ``build(vocab_size, seq_len) -> nn.Module`` as a function, instead of ``config.model``.
+    ``folders``: where a ``config.model`` of the form "package.module:build" is looked for before the current folder.
     """
 
-    def __init__(self, config: JobConfig, *, model: Callable[[int, int], Any] | None = None) -> None:
+    def __init__(self, config: JobConfig, *, model: Build | None = None, folders: Sequence[Path] = ()) -> None:
         self._config = config
         self._model = model
+        self._folders = (*folders, Path.cwd())
 
     def fit(self, *, resume: bool = False, address: str | None = None, on_step: OnStep = lambda line: None) -> Any:
         """Train; returns Ray Train's ``Result`` with ``incidents`` added. Raises ValueError for what the user can mend.
@@ -62,35 +68,48 @@ class ElasticTrainer:
         return as_result(self.run(resume=resume, address=address, on_step=on_step))
 
     def run(self, *, resume: bool = False, address: str | None = None, on_step: OnStep = lambda line: None) -> JobEnd:
-        """``fit`` without Ray Train's classes, which take seconds to import."""
+        """``fit`` without Ray Train's classes, which take seconds to import.
+
+        ``on_step`` is given each step's line of metrics.jsonl, and {"message": text} for what people want to know.
+        """
         config = self._config
-        folder = RunFolder(config.run.storage_path, config.run.name or new_run_name())
+        problem = package_in_the_way()
+        if problem is not None:
+            raise ValueError(problem)
+        storage_path = lasting_path(config.run.storage_path)
+        folder = RunFolder(storage_path, config.run.name or new_run_name())
         if not folder.is_local:
-            raise ValueError(
-                f"run.storage_path {config.run.storage_path} is not a local path; checkpoints need one so far"
-            )
+            raise ValueError(f"run.storage_path {storage_path} is not a local path; checkpoints need one so far")
         corpus = Corpus.open(config.data.text)
         if config.training.eval_every:
             corpus.require_held_out(config.data.eval_fraction)
         model = self._resolve_model()
         preferred, is_possible = _layouts(config, model)
         acquired = folder.acquire(config, resume=resume)
+        job = acquired.job
         stop = StopRequest(folder, config.training.max_time_s)
-        ledger = Ledger(folder)
+        callbacks = Callbacks(config.run.callbacks, RunContext(folder.name, config.run, config.group.scaling))
+        last: dict[str, Any] = {}
+
+        def note_step(line: dict[str, Any]) -> None:
+            last.clear()
+            last.update(line)
+            on_step(line)
+            callbacks.on_step(line)
+
+        def note_event(line: dict[str, Any]) -> None:
+            sentence = event_line(line)
+            if sentence is not None:
+                on_step({"message": sentence})
+            callbacks.on_event(line)
+
+        ledger = Ledger(folder, note_event)
         status: Any = "failed"
         try:
             with connect(address), stop.on_signals():  # in this order: Ray puts handlers of its own in place
                 nodes = Nodes(config.group.scaling, config.orphan_grace_s)
                 _check_resources(config, nodes)
                 on_step({"message": acquired.message})
-                last: dict[str, Any] = {}
-
-                def note(line: dict[str, Any]) -> None:
-                    last.clear()
-                    last.update(line)
-                    on_step(line)
-
-                job = acquired.job
                 program = Program(model, job.optimizer, job.training, job.data.vocab_size, job.data.seq_len)
                 tokenizer = folder.keep_text("tokenizer.json", lambda: train_or_load(corpus, job.data.vocab_size))
                 rows, seed = job.training.global_batch_rows, job.training.seed
@@ -99,7 +118,7 @@ class ElasticTrainer:
                 saver = Saver(folder, job.run.checkpoint_config.num_to_keep, ledger)
                 first = max(folder.read_plans(), default=0) + 1
                 controller = Controller(
-                    job, program, nodes, readers, ledger, saver, stop, note, preferred, is_possible, first
+                    job, program, nodes, readers, ledger, saver, stop, note_step, preferred, is_possible, first
                 )
                 error = None
                 with _cleaned_up(nodes, readers, saver), renewing(nodes, readers, folder, stop, job.orphan_grace_s):
@@ -110,34 +129,19 @@ class ElasticTrainer:
                         error = failure
                         ledger.event("failed", cause=str(failure))
                     ledger.event("ended", status=status, step=controller.step)
-                return JobEnd(folder.url, last, tuple(ledger.incidents), error)
+                callbacks.finish(last)
+                return JobEnd(folder.url, status, last, tuple(ledger.incidents), error)
         finally:
             _give_back(folder, acquired, status)
 
-    def _resolve_model(self) -> Any:
+    def _resolve_model(self) -> DecoderConfig | Build:
         """The decoder's configuration, or the user's build function, which travels to the workers by value."""
         model = self._model or self._config.model
         if isinstance(model, DecoderConfig):
             return model
-        if isinstance(model, str):
-            module_name, name = model.split(":")
-            sys.path.insert(0, os.getcwd())
-            try:
-                model = getattr(importlib.import_module(module_name), name)
-            except (ImportError, AttributeError) as error:
-                raise ValueError(f"model {model!r} cannot be imported from {os.getcwd()}: {error}") from None
-            finally:
-                sys.path.remove(os.getcwd())
-        module = sys.modules.get(model.__module__)
-        if module is not None and not _is_installed(module):
-            ray.cloudpickle.register_pickle_by_value(module)
-        return model
-
-
-def _is_installed(module: Any) -> bool:
-    """Whether workers can import it by name; a file of the user's own they may not see."""
-    file = getattr(module, "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+        build = find_build(model, self._folders) if isinstance(model, str) else model
+        send_by_value(build)
+        return build
 
 
 def _layouts(config: JobConfig, model: Any) -> tuple[tuple[Layout, ...] | None, Callable[[Layout], bool]]:

@@ -46,18 +46,18 @@ class RankBatch(Protocol):
 class Verdict:
     """What all ranks agreed on after the backward pass, equal on every rank.
 
-    loss       sum of token losses / global valid tokens
-    grad_norm  global L2 norm of the gradients before clipping
-    finite     loss and gradients are finite: the step may be applied
-    stop       some rank asks to stop
-    held       every rank's snapshot is held
+    loss           sum of token losses / global valid tokens
+    grad_norm      global L2 norm of the gradients before clipping
+    finite         loss and gradients are finite: the step may be applied
+    stop           some rank asks to stop
+    snapshot_cost  seconds a snapshot costs over seconds a step takes without one, over all ranks
     """
 
     loss: float
     grad_norm: float
     finite: bool
     stop: bool
-    held: bool
+    snapshot_cost: float
 
 
 class Engine:
@@ -185,8 +185,11 @@ class Engine:
             )
         return self._schedules[num_micro]
 
-    def vote(self, stop: bool, held: bool = True) -> Verdict:
-        """One all-reduce in which all ranks agree on the step; moves nothing. Every rank must call it."""
+    def vote(self, stop: bool, snapshot_s: float = 0.0, step_s: float = 0.0) -> Verdict:
+        """One all-reduce in which all ranks agree on the step; moves nothing. Every rank must call it.
+
+        ``snapshot_s`` and ``step_s`` are what this rank's last snapshot and last step took, in seconds.
+        """
         counted = []
         for spec in self.schema.tensors:
             parameter = self._parameters.get(spec.name)
@@ -197,20 +200,20 @@ class Engine:
             # Replicas agree on a gradient; it counts where the first of them holds it.
             if self._at.r == 0 and (spec.tp_dim is not None or self._at.tp == 0):
                 counted.append(leaf.grad)
-        vector = torch.zeros(4, dtype=torch.float64, device=self._device)
+        vector = torch.zeros(5, dtype=torch.float64, device=self._device)
         if counted:
             vector[0] = nn.utils.get_total_norm(counted).double() ** 2
         if self._at.tp == 0:
             vector[1] = self._loss  # zero before the last stage
-        vector[2], vector[3] = float(stop), float(held)
+        vector[2:] = torch.tensor([float(stop), snapshot_s, step_s], dtype=torch.float64)
         dist.all_reduce(vector)
-        squared_norm, loss, num_stop, num_held = vector.tolist()
+        squared_norm, loss, num_stop, snapshot_s, step_s = vector.tolist()
         return Verdict(
             loss=loss,
             grad_norm=math.sqrt(squared_norm),
             finite=math.isfinite(squared_norm) and math.isfinite(loss),
             stop=num_stop > 0,
-            held=num_held == self._layout.size,
+            snapshot_cost=snapshot_s / step_s if step_s else 0.0,
         )
 
     def gradient(self, name: str) -> Tensor:

@@ -41,12 +41,18 @@ class _GenerationStore(dist.Store):
         self.generation = generation
         self.space = space
         self._deadline = deadline
+        self._addresses: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         self.space.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self.space.wait([key], self._deadline)[0]
+        if not key.rpartition("/")[2].isdigit():
+            return self.space.wait([key], self._deadline)[0]
+        # Gloo asks for its peers' addresses ("…/0", "…/1", which never change) one by one, and twice.
+        if key not in self._addresses:
+            self._addresses.update(self.space.family(key, self._deadline))
+        return self._addresses[key]
 
     def add(self, key: str, amount: int) -> int:
         return self.space.add(key, amount)
@@ -65,7 +71,11 @@ class _GenerationStore(dist.Store):
         return self.space.num_keys()
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self.space.wait(keys, self._deadline if timeout is None else timeout.total_seconds())
+        missing = [key for key in keys if key not in self._addresses]
+        if len(missing) == 1 and missing[0].rpartition("/")[2].isdigit():
+            self.get(missing[0])
+        elif missing:
+            self.space.wait(missing, self._deadline if timeout is None else timeout.total_seconds())
 
 
 class Generation:

@@ -62,7 +62,7 @@ class Spaces:
             if int(generation) > newest:
                 newest, keys = int(generation), {}
                 self._spaces[scope] = (newest, keys)
-            if command == b"wait":
+            if command in (b"wait", b"family"):
                 wanted = set(arguments)
                 self._changed.wait_for(lambda: wanted <= keys.keys(), HELD_MS / 1000)
                 newest, _ = self._spaces[scope]
@@ -80,6 +80,10 @@ class Spaces:
             case b"get" | b"wait", wanted:  # all the values, or none of them and the keys that are missing
                 missing = [key for key in wanted if key not in keys]
                 return [b"missing", *missing] if missing else [b"found", *(keys[key] for key in wanted)]
+            case b"family", [key]:  # the key and all that differ from it in the last part only, with their values
+                family = key.rpartition(b"/")[0] + b"/"
+                alike = [other for other in keys if other.startswith(family) and b"/" not in other[len(family) :]]
+                return [part for other in alike for part in (other, keys[other])] if key in keys else []
             case b"add", [key, amount]:
                 keys[key] = str(int(keys.get(key, b"0")) + int(amount)).encode()
                 return [keys[key]]
@@ -132,6 +136,14 @@ class Space:
     def _look(self, command: bytes, keys: Sequence[str]) -> tuple[list[bytes], list[str]]:
         found, *rest = self._ask(command, *(key.encode() for key in keys))
         return (rest, []) if found == b"found" else ([], [key.decode() for key in rest])
+
+    def family(self, key: str, timeout: float) -> dict[str, bytes]:
+        """Once ``key`` ("…/0") is there, it and all keys so far that differ in the last part; else ``MissingKeys``."""
+        deadline = time.monotonic() + timeout
+        while not (found := self._ask(b"family", key.encode())):
+            if time.monotonic() > deadline:
+                raise MissingKeys(timeout, [key])
+        return {name.decode(): value for name, value in zip(found[::2], found[1::2], strict=True)}
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         """The values, once all are there; ``MissingKeys`` after ``timeout`` seconds."""

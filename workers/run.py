@@ -79,7 +79,6 @@ class _Training:
         self.order, self.device, self.control = order, device, control
         self.step, self.cursor, self.tokens = order.step, Cursor.from_list(order.cursor), order.tokens
         self._closers: list[Callable[[], None]] = []
-        self._snapshot_every = order.snapshot_every if isinstance(order.snapshot_every, int) else 1
 
     def run(self) -> Outcome:
         self._read_ahead()
@@ -143,13 +142,14 @@ class _Training:
     def _loop(self) -> Outcome:
         """Steps: forward and backward, one vote, then the optimizer moves; the next vote commits the snapshot."""
         order, control = self.order, self.control
+        step_s = 0.0
         while True:
             started = time.monotonic()
             batch = self.client.next(self.cursor)
             input_s = time.monotonic() - started
             self.engine.forward_backward(batch)
             stall_s = self.snapshots.wait_held()
-            verdict = self.engine.vote(stop=control.stop.is_set(), held=True)
+            verdict = self.engine.vote(control.stop.is_set(), self.snapshots.cost_s, step_s)
             lr = self.engine.apply(verdict, self.step + 1)
             self.step += 1
             self.cursor = batch.next
@@ -168,11 +168,12 @@ class _Training:
                 "batch_digest": batch.digest,
                 **self._evaluate(),
             }
-            if last or durable or self.step % self._snapshot_every == 0:
+            step_s = time.monotonic() - started - stall_s
+            if last or durable or self._snapshot_is_due(verdict):
                 stall_s += self.snapshots.take(self.step, self._meta(report), durable)
             if last:
                 self.snapshots.wait_held()
-                self.engine.vote(stop=True, held=True)  # nobody leaves before all hold the last snapshot
+                self.engine.vote(stop=True)  # nobody leaves before all hold the last snapshot
             control.report(
                 "step",
                 **report,
@@ -186,6 +187,12 @@ class _Training:
             if last:
                 return Outcome("finished" if finished else "paused", self.step)
 
+    def _snapshot_is_due(self, verdict: Verdict) -> bool:
+        """Every so many steps; under ``auto``, when the steps since the last one make its cost a small enough share."""
+        num_steps = self.step - self.snapshots.last_step
+        every = self.order.snapshot_every
+        return num_steps >= (verdict.snapshot_cost / _SNAPSHOT_SHARE if every == "auto" else every)
+
     def _finished(self) -> bool:
         training = self.order.program.training
         by_steps = training.max_steps is not None and self.step >= training.max_steps
@@ -196,12 +203,6 @@ class _Training:
         if not training.eval_every or self.step % training.eval_every:
             return {}
         return {"eval_loss": self.engine.evaluate(self.client.eval_batch(training.eval_rows))}
-
-    def _adapt(self, verdict: Verdict) -> None:
-        """Under ``auto``, the smallest interval at which snapshots cost their share; all ranks see the same verdict."""
-        if self.order.snapshot_every == "auto" and verdict.step_s > 0:
-            wanted = verdict.stall_s / (_SNAPSHOT_SHARE * verdict.step_s)
-            self._snapshot_every = max(1, round(wanted))
 
     def _meta(self, report: dict[str, Any]) -> dict[str, Any]:
         return {"cursor": self.cursor.to_list(), "tokens": self.tokens, "report": report}

@@ -28,6 +28,8 @@ class Snapshots:
         address = wait_for(order.keeper.open_arena.remote(order.generation, order.rank, nbytes, order.buddy), fence)
         self._arena = Arena.attach(address)
         self._num_taken = 0
+        self.last_step = order.step
+        self.cost_s = 0.0  # seconds that training stood still for the last snapshot
         self._pending: ray.ObjectRef | None = None
 
     def take(self, step: int, meta: dict[str, Any], durable: bool) -> float:
@@ -44,7 +46,9 @@ class Snapshots:
         snapshot = Snapshot(order.generation, step, order.rank, str(order.layout), records, meta)
         self._pending = order.keeper.protect.remote(snapshot, slot, durable)
         self._num_taken += 1
-        return time.monotonic() - started
+        self.last_step = step
+        self.cost_s = time.monotonic() - started
+        return self.cost_s
 
     def wait_held(self) -> float:
         """Wait until the last snapshot is held by the keeper and its buddy; returns the seconds waited.
@@ -60,6 +64,7 @@ class Snapshots:
                 self._fence.trip(cause)
                 raise Fenced(cause) from error
             self._pending = None
+            self.cost_s += time.monotonic() - started
         return time.monotonic() - started
 
     def close(self) -> None:

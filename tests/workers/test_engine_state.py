@@ -111,8 +111,8 @@ def skip_and_fill(layout: Layout, rank: int) -> tuple[bool, bool, list[float]]:
     if poison is not None:
         poison.fill_(float("nan"))
     engine.forward_backward(rows)
-    verdict = engine.vote(stop=rank == 0, held=rank != 0)
-    assert verdict.stop and not verdict.held
+    verdict = engine.vote(stop=rank == 0, snapshot_s=1.0, step_s=2.0)
+    assert verdict.stop and verdict.snapshot_cost == 0.5
     engine.apply(verdict, 1)
     if poison is not None:
         poison.fill_(1.0)
