@@ -35,6 +35,11 @@ class LocalCluster:
     def address(self) -> str:
         return self._cluster.address
 
+    @property
+    def nodes(self) -> list[Any]:
+        """Handles of all nodes that have not been killed, the head first. ``node_id`` is Ray's id of a node."""
+        return self._cluster.list_all_nodes()
+
     def add_nodes(self, count: int) -> list[Any]:
         """Start nodes; returns their handles once the cluster knows them.
 
