@@ -219,6 +219,7 @@ class Controller:
                 snapshot_every=self._config.protection.snapshot_every,
                 durable_every=self._config.run.checkpoint_config.every_steps,
                 detect_bound_s=self._bound_s,
+                log=self._saver.folder.log_location(plan.generation, member.node, rank),
             )
             for rank, member in enumerate(plan.members)
         ]

@@ -24,19 +24,19 @@ class Saver:
 
     def __init__(self, folder: RunFolder, num_to_keep: int | None, ledger: Ledger) -> None:
         self.directory = Path(folder.location("checkpoints"))
-        self._folder = folder
+        self.folder = folder
         self._num_to_keep = num_to_keep
         self._ledger = ledger
         self._thread: threading.Thread | None = None
 
     def check_shared(self, nodes: Nodes) -> None:
         """Raise ValueError when a node does not see the run's folder, since its keeper could not write there."""
-        with self._folder.probe() as path:
+        with self.folder.probe() as path:
             seen = {node.name: node.keeper.sees.remote(path) for node in nodes}
             blind = [name for name, ref in seen.items() if not ray.get(ref)]
         if blind:
             raise ValueError(
-                f"{', '.join(blind)} cannot see the run's folder {self._folder.url}; "
+                f"{', '.join(blind)} cannot see the run's folder {self.folder.url}; "
                 "run.storage_path must be on storage that all nodes share"
             )
 

@@ -52,6 +52,7 @@ class Order:
     readers     reader handles in this worker's order of preference
     cursor      position in the global data order of the first step to run
     tokens      valid tokens consumed so far (counts towards ``max_tokens``)
+    log         file that gets what the process prints meanwhile
     """
 
     generation: int
@@ -72,6 +73,7 @@ class Order:
     snapshot_every: int | str
     durable_every: int
     detect_bound_s: float
+    log: str
 
 
 @dataclass(frozen=True)

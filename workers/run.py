@@ -59,6 +59,7 @@ class Control:
 
 def play(order: Order, device: Device, control: Control) -> Outcome:
     """Play ``order``'s rank until the generation ends for this worker; a failure is an outcome, not an error."""
+    print(f"rank {order.rank} of {order.layout}, generation {order.generation}, from step {order.step}", flush=True)
     training = _Training(order, device, control)
     try:
         return training.run()
@@ -68,6 +69,7 @@ def play(order: Order, device: Device, control: Control) -> Outcome:
         if control.fence.tripped:
             return Outcome("fenced", training.step, control.fence.cause, time.time())
         control.fence.trip(f"rank {order.rank} raised {type(error).__name__}: {error}")
+        traceback.print_exc()
         unusable = error.key if isinstance(error, HoldingUnusable) else None
         return Outcome("failed", training.step, traceback.format_exc(limit=-8), time.time(), unusable)
     finally:
@@ -154,7 +156,7 @@ class _Training:
             self.step += 1
             self.cursor = batch.next
             self.tokens += batch.num_valid
-            finished = self._finished()
+            finished = order.program.training.is_over(self.step, self.tokens)
             last = finished or verdict.stop
             durable = bool(order.durable_every) and self.step % order.durable_every == 0
             report = {
@@ -192,11 +194,6 @@ class _Training:
         num_steps = self.step - self.snapshots.last_step
         every = self.order.snapshot_every
         return num_steps >= (verdict.snapshot_cost / _SNAPSHOT_SHARE if every == "auto" else every)
-
-    def _finished(self) -> bool:
-        training = self.order.program.training
-        by_steps = training.max_steps is not None and self.step >= training.max_steps
-        return by_steps or (training.max_tokens is not None and self.tokens >= training.max_tokens)
 
     def _evaluate(self) -> dict[str, float]:
         training = self.order.program.training

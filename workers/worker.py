@@ -6,9 +6,12 @@ answer beside it. Whatever happens to a generation, the process, its imports and
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from checkpointing.schema import Schema
@@ -46,7 +49,8 @@ class Worker:
             assert self._control is None or self._control.done.is_set(), "the previous generation still runs"
             control = self._control = Control(order.generation)
         try:
-            return play(order, self._device, control)
+            with _output_to(order.log):
+                return play(order, self._device, control)
         finally:
             control.finish()
 
@@ -83,3 +87,22 @@ class Worker:
         """Read from these from now on."""
         if self._control is not None and self._control.client is not None:
             self._control.client.replace(readers)
+
+
+@contextlib.contextmanager
+def _output_to(path: str) -> Iterator[None]:
+    """Inside the block, what this process prints (also from C++) is appended to the file ``path``."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    before = [os.dup(number) for number in (1, 2)]
+    try:
+        for number in (1, 2):
+            os.dup2(log, number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, saved in zip((1, 2), before, strict=True):
+            os.dup2(saved, number)
+        for number in (log, *before):
+            os.close(number)
