@@ -95,15 +95,17 @@ def train(
         config = JobConfig.from_yaml(job, overrides)
     except OSError as error:
         raise click.UsageError(f"{job} cannot be read: {error.strerror}") from None
-    from orchestrator.progress import progress_line
+    from orchestrator.progress import StepLines, end_line
     from orchestrator.trainer import ElasticTrainer
 
-    def say(line: dict[str, Any]) -> None:
-        click.echo(progress_line(line), err=as_json)  # with --json, stdout holds the result alone
-
-    end = ElasticTrainer(config).run(resume=resume, address=address, on_step=say)
+    lines = StepLines(lambda text: click.echo(text, err=as_json))  # with --json, stdout holds the result alone
+    trainer = ElasticTrainer(config, folders=[Path(job).absolute().parent])
+    end = trainer.run(resume=resume, address=address, on_step=lines)
+    lines({"message": end_line(end.path, end.status, end.metrics, len(end.incidents))})
     if as_json:
-        _print_json({"path": end.path, "metrics": end.metrics, "error": end.error and str(end.error)})
+        _print_json(
+            {"path": end.path, "status": end.status, "metrics": end.metrics, "error": end.error and str(end.error)}
+        )
     return 0 if end.error is None else _fail(str(end.error))
 
 

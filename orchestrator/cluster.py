@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from orchestrator.actors import NAMESPACE
 
@@ -50,6 +53,16 @@ def connect(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def lasting_path(path: str) -> str:
+    """``path`` itself; inside a Ray job a relative one counts from the home folder.
+
+    A job's working folder is a copy that Ray removes when the job has ended, and a run must outlive its driver.
+    """
+    settings = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
+    in_copy = bool((settings.get("runtime_env") or {}).get("working_dir"))
+    return str(Path.home() / path) if in_copy and "://" not in path and not path.startswith("~") else path
 
 
 def living_nodes() -> list[RayNode]:

@@ -122,7 +122,8 @@ class JobConfig(JobSection):
 
     def with_overrides(self, overrides: Iterable[str]) -> JobConfig:
         """This job with ``["training.max_steps=5", ...]`` set; values are YAML."""
-        return self.from_dict(self.to_dict(), overrides)
+        job = self.from_dict(self.to_dict(), overrides)
+        return job.model_copy(update={"run": job.run.model_copy(update={"callbacks": self.run.callbacks})})
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

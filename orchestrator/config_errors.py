@@ -66,8 +66,10 @@ def unknown_key(model: type[BaseModel], key: str, value: object) -> ConfigError:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """All dotted keys of ``model``, sections before what they hold."""
+    """All dotted keys of ``model``, sections before what they hold; not what exists in Python only."""
     for name, field in model.model_fields.items():
+        if field.exclude:
+            continue
         yield prefix + name
         section = _section(field.annotation)
         if section is not None:

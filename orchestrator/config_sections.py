@@ -53,6 +53,7 @@ class RunConfig(JobSection):
     storage_path: str = Field("runs", description="a folder, s3://bucket/prefix or any pyarrow URI")
     failure_config: FailureConfig = FailureConfig()
     checkpoint_config: CheckpointConfig = CheckpointConfig()
+    callbacks: tuple[Any, ...] = Field((), exclude=True, description="ray.train.UserCallback objects; from Python only")
 
     @field_validator("failure_config", mode="before")
     @classmethod
@@ -72,6 +73,9 @@ class RunConfig(JobSection):
             raise ConfigError("storage_path", "is ''; allowed: a folder, s3://bucket/prefix or any pyarrow URI")
         if urlsplit(self.storage_path).password:
             raise ConfigError("storage_path", "holds a password, which would be written down; pass it by environment")
+        for callback in self.callbacks:
+            if not all(callable(getattr(callback, name, None)) for name in ("after_report", "after_exception")):
+                raise ConfigError("callbacks", f"holds {callback!r}; allowed: ray.train.UserCallback objects")
         return self
 
 

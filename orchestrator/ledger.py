@@ -42,15 +42,22 @@ class PlanLike(Protocol):
 class Ledger:
     """Adds time and generation to every line, and keeps the incidents of this driver.
 
-    ``clock`` measures between two points (monotonic seconds); ``wall`` is the time of day (seconds since 1970).
+    ``on_event`` is given every line of events.jsonl once it is written. ``clock`` measures between two points
+    (monotonic seconds); ``wall`` is the time of day (seconds since 1970).
     """
 
     def __init__(
-        self, log: Log, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+        self,
+        log: Log,
+        on_event: Callable[[dict[str, Any]], None] = lambda line: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.clock, self.wall = clock, wall
         self.incidents: list[dict[str, Any]] = []
         self._log = log
+        self._on_event = on_event
         self._generation = 0
         self._started = clock()
         self._productive_s = 0.0
@@ -71,6 +78,7 @@ class Ledger:
         """Write one line to events.jsonl and return it. ``fields`` are plain JSON."""
         line = {"time": self.wall(), "generation": self._generation, "kind": kind, **fields}
         self._log.append_event(line)
+        self._on_event(line)
         return line
 
     def plan(self, plan: PlanLike) -> None:

@@ -1,8 +1,12 @@
-"""What a driver prints while it trains."""
+"""What a driver prints while it trains: a line per second, a sentence per incident, one line at the end."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
+
+_STEP_LINE_EVERY_S = 1.0
 
 
 def progress_line(line: dict[str, Any]) -> str:
@@ -14,3 +18,79 @@ def progress_line(line: dict[str, Any]) -> str:
         f"step {line['step']:3d}  loss {line['loss']:.4f}  {line['step_time_s']:.2f} s  "
         f"{line['layout']} on {line['world_size']} workers{evaluated}"
     )
+
+
+def event_line(event: dict[str, Any]) -> str | None:
+    """One sentence for people from a line of events.jsonl; None for what only machines want to know."""
+    if "incident" in event:
+        return _incident_line(event)
+    match event["kind"]:
+        case "resumed":
+            return f"going on from the checkpoint of step {event['step']}"
+        case "node_lost":
+            return f"lost {event['node']}"
+        case "worker_lost":
+            return f"lost worker {event['worker']}"
+        case "node_admitted" if event["generation"]:
+            return f"{event['node']} joined with {event['num_workers']} workers, which are warming up"
+        case "state" if event["state"] == "waiting":
+            return f"waiting for workers; the state of step {event['step']} stays in memory"
+        case "fallback":
+            return f"going back to the checkpoint of step {event['step']}: {event['cause']}"
+        case "start_failed":
+            return f"{event['what']} failed to start: {_first_line(event['cause'])}"
+        case "checkpoint_damaged":
+            return f"left out a damaged checkpoint: {event['cause']}"
+        case "checkpoint_failed":
+            return f"the checkpoint of step {event['step']} was not written: {event['cause']}"
+        case "checkpoint":
+            return f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
+    return None
+
+
+def _incident_line(event: dict[str, Any]) -> str:
+    what = f"incident {event['incident']}, {event['kind']} ({_first_line(event['cause'])})"
+    if event.get("outcome") != "recovered":
+        return f"{what}: {event.get('ended') or 'overtaken by the next one'}"
+    return (
+        f"{what}: {event['layout_before']} -> {event['layout_after']} on {event['num_workers']} workers in "
+        f"{event['seconds']:.2f} s, state from {event['source_tier']}, {event['steps_run_again']} steps run again"
+    )
+
+
+def end_line(path: str, status: str, metrics: dict[str, Any], num_incidents: int) -> str:
+    """The last line: how far the run came, and its folder."""
+    reached = f"at step {metrics['step']}, loss {metrics['loss']:.4f}" if metrics else "before the first step"
+    return f"{status} {reached}, {num_incidents} incidents; the run's folder is {path}"
+
+
+def _first_line(cause: str) -> str:
+    """The part of a cause that fits on a line: of a traceback, the error it ends with."""
+    lines = cause.strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0].split(':')[0]}: {lines[-1]}"
+
+
+class StepLines:
+    """Says every message and every evaluation at once, and of the steps one per second: a log stays readable."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._next = 0.0
+        self._unsaid: dict[str, Any] | None = None
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if "message" in line:
+            self.flush()
+            self._say(progress_line(line))
+        elif "eval_loss" in line or time.monotonic() >= self._next:
+            self._next = time.monotonic() + _STEP_LINE_EVERY_S
+            self._unsaid = None
+            self._say(progress_line(line))
+        else:
+            self._unsaid = line
+
+    def flush(self) -> None:
+        """Say the newest step if it has not been said: what follows is about it."""
+        if self._unsaid is not None:
+            self._say(progress_line(self._unsaid))
+            self._unsaid = None

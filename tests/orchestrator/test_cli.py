@@ -77,8 +77,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {"error": None}
 
     class ElasticTrainer:
-        def __init__(self, config: JobConfig) -> None:
-            asked["config"] = config
+        def __init__(self, config: JobConfig, folders: Any) -> None:
+            asked["config"], asked["folders"] = config, folders
 
         def run(self, on_step: Any, **options: Any) -> SimpleNamespace:
             asked["options"] = options
@@ -86,7 +86,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             on_step({"step": 1, "loss": 2.0, "step_time_s": 0.5, "layout": "dp2", "world_size": 2})
             if isinstance(asked["error"], ValueError):
                 raise asked["error"]
-            return SimpleNamespace(path="/x", metrics={"loss": 2.0}, error=asked["error"])
+            metrics = {"step": 1, "loss": 2.0}
+            return SimpleNamespace(path="/x", status="finished", metrics=metrics, incidents=(), error=asked["error"])
 
     module = ModuleType("orchestrator.trainer")
     module.ElasticTrainer = ElasticTrainer  # type: ignore[attr-defined]
@@ -111,8 +112,18 @@ def test_train_passes_on_what_was_said(
     assert trained["config"].data.text == (str(job.parent / "a: b.txt"),)
     assert trained["options"] == {"resume": True, "address": "host:1"}
     printed = capsys.readouterr()
-    assert printed.err == "starting\nstep   1  loss 2.0000  0.50 s  dp2 on 2 workers\n"
-    assert json.loads(printed.out) == {"path": "/x", "metrics": {"loss": 2.0}, "error": None}
+    assert printed.err.splitlines() == [
+        "starting",
+        "step   1  loss 2.0000  0.50 s  dp2 on 2 workers",
+        "finished at step 1, loss 2.0000, 0 incidents; the run's folder is /x",
+    ]
+    assert json.loads(printed.out) == {
+        "path": "/x",
+        "status": "finished",
+        "metrics": {"step": 1, "loss": 2.0},
+        "error": None,
+    }
+    assert trained["folders"] == [job.parent]
 
 
 @pytest.mark.parametrize(("error", "code"), [(RuntimeError("it broke"), 1), (ValueError("it is wrong"), 2)])
