@@ -25,7 +25,7 @@ from checkpointing.layout import Layout
 from checkpointing.schema import Schema
 from checkpointing.transfer import Holding, StateLost, newest_complete
 from orchestrator.config import JobConfig
-from orchestrator.generation import Ended, Running, take_inventory
+from orchestrator.generation import Ended, Running, call_roll, take_inventory
 from orchestrator.ledger import Ledger, Phase
 from orchestrator.nodes import Nodes
 from orchestrator.policies import End, FailurePolicy, choose_layout
@@ -38,6 +38,7 @@ from workers.program import Program
 
 _TICK_S = 0.25
 _LOOK_FOR_NODES_EVERY_S = 1.0
+_MOST_FAILED_STARTS = 8  # before the first step; later the job lives on what it has
 
 
 class State(enum.Enum):
@@ -83,6 +84,7 @@ class Controller:
         self.step = 0
         self._plan: Plan | None = None
         self._unusable: set[Any] = set()
+        self._num_failed_starts, self._failed_start = 0, ""
         self._pinned: tuple[int, int] | None = None  # generation and step of a checkpoint that is due
         self._next_look = 0.0
 
@@ -90,34 +92,53 @@ class Controller:
         self._enter(State.PLANNING)
         self._schema = self._start()
         source = self._first_source()
-        while True:
+        while not self._config.training.is_over(source.step, source.tokens):
             upcoming = self._replan(source)
+            if upcoming is None:  # stopped while waiting for workers: the keepers still have the state
+                break
             ended = self._train(upcoming)
             if ended.kind == "finished" or (ended.kind == "paused" and self._stop.requested):
-                self._enter(State.FINISHING)
-                self._saver.save(self._schema, self._nodes, self.generation, ended.step)
+                self._finish(self.generation, ended.step)
                 return
             source = self._resized(upcoming.plan) if ended.kind == "paused" else self._failed(ended, upcoming)
+        # No further step is to be made; only the last one's checkpoint may be missing.
+        if self._ledger.open_incident is not None:
+            self._ledger.open_incident.close(generation=self.generation, source_tier=source.tier)
+        self._finish(source.generation, source.step)
+
+    def _finish(self, generation: int, step: int) -> None:
+        self._enter(State.FINISHING)
+        self._saver.save(self._schema, self._nodes, generation, step)
 
     # Start
 
     def _start(self) -> Schema:
         """Admit the nodes there are and wait until their workers are warm; one of them works out the schema."""
         self._enter(State.STARTING)
-        self._look_after_nodes()
+        while True:
+            self._warm_up()
+            try:
+                self._readers.check()
+                self._saver.check_shared(self._nodes)
+                first = next(iter(self._nodes.ready_workers().values()))
+                return ray.get(first.actor.describe.remote(self._program))
+            except ray.exceptions.RayActorError:
+                self._forget(*call_roll(self._nodes))  # somebody died before the first step: go on with the others
+
+    def _warm_up(self) -> None:
+        """Wait until all workers of the nodes there are have started, and there are enough of them."""
         minimum = self._config.group.scaling.min_workers
-        while any(handle.warming for node in self._nodes for handle in node.workers.values()):
+        self._look_after_nodes()
+        while (
+            any(handle.warming for node in self._nodes for handle in node.workers.values())
+            or len(self._nodes.ready_workers()) < minimum
+        ):
             if self._stop.check():
                 raise JobFailed(f"stopped while starting ({self._stop.reason})")
+            if self._num_failed_starts >= _MOST_FAILED_STARTS:
+                raise JobFailed(f"workers do not start: {self._failed_start}")
             self._look_after_nodes()
             time.sleep(_TICK_S)
-        workers = self._nodes.ready_workers()
-        if len(workers) < minimum:
-            raise JobFailed(f"only {len(workers)} of {minimum} workers came up; events.jsonl says why")
-        self._readers.check()
-        self._saver.check_shared(self._nodes)
-        first = next(iter(workers.values()))
-        return ray.get(first.actor.describe.remote(self._program))
 
     def _first_source(self) -> Source:
         """Fresh weights, or the newest verified checkpoint when the run's folder has one."""
@@ -136,11 +157,13 @@ class Controller:
 
     # Plan
 
-    def _replan(self, source: Source) -> NextGeneration:
+    def _replan(self, source: Source) -> NextGeneration | None:
+        """The next generation, once there are workers for one; None when the job is to stop before that."""
         self._enter(State.REPLANNING)
         self._phase("replan")
         while (upcoming := self._plan_from(source)) is None:
-            self._wait_for_workers()
+            if not self._wait_for_workers():
+                return None
             source = self._best_source(self._inventory()) if source.tier == "memory" else source
         return upcoming
 
@@ -160,15 +183,16 @@ class Controller:
             previous=self._plan,
         )
 
-    def _wait_for_workers(self) -> None:
-        """Too few workers: the state stays in memory while processes warm up and nodes join."""
+    def _wait_for_workers(self) -> bool:
+        """Too few workers: the state stays in memory while processes warm up and nodes join. False: stop instead."""
         self._enter(State.WAITING)
         before = set(self._nodes.ready_workers())
         while not set(self._nodes.ready_workers()) - before:
             if self._stop.check():
-                raise JobFailed(f"stopped while waiting for workers ({self._stop.reason}); last step {self.step}")
+                return False
             self._look_after_nodes()
             time.sleep(_TICK_S)
+        return True
 
     # Train
 
@@ -192,7 +216,9 @@ class Controller:
                 return ended
             if self._look_after_nodes():
                 self._running.use_readers(self._readers)
-            if not asked and (self._stop.check() or self._better_layout(plan)):
+            # Not before the first step: until then a worker may not have its order yet, and would not remember.
+            begun = self.step > upcoming.source.step
+            if begun and not asked and (self._stop.check() or self._better_layout(plan)):
                 asked = True
                 self._running.stop_after_step()
 
@@ -275,9 +301,11 @@ class Controller:
         """Fence the generation, see what is left, and decide how to go on. Raises JobFailed when it cannot."""
         self._enter(State.QUIESCING)
         noticed = time.time()
-        survivors = self._running.quiesce(ended.cause, self._nodes)
+        survivors = self._running.quiesce(ended, self._nodes)
         for report in survivors.reports:
             self._on_report(report, upcoming)
+        if survivors.raised is not None and not ended.raised:
+            ended = survivors.raised
         since = ended.since or noticed
         incident = self._ledger.incident("failure", ended.cause, upcoming.plan, since=since, noticed=noticed)
         incident.add_phase("quiesce", time.time() - noticed)
@@ -295,18 +323,22 @@ class Controller:
             incident.close(generation=self.generation, ended=str(failure))
             raise
         incident.steps_run_again = max(0, self.step - source.step)
+        self.step = source.step
         return source
 
     def _forget(self, workers: Sequence[str], nodes: Sequence[str]) -> None:
         for name in nodes:
-            self._nodes.lose(name)
-            self._ledger.event("node_lost", node=name)
+            self._lose(name)
         for name in workers:
             node = name.split("/")[0]
             if node in self._nodes:
                 self._nodes.drop_worker(self._nodes[node].workers[name])
                 self._ledger.event("worker_lost", worker=name)
         self._readers.ensure(list(self._nodes))
+
+    def _lose(self, node: str) -> None:
+        self._nodes.lose(node)
+        self._ledger.event("node_lost", node=node)
 
     def _inventory(self) -> Sequence[Holding]:
         holdings, _ = take_inventory(self._nodes, set(self._nodes.domains))
@@ -346,8 +378,11 @@ class Controller:
             self._ledger.event("worker_ready", worker=name, pid=self._nodes.pid_of(name))
         for name, cause in failed:
             self._ledger.event("start_failed", what=name, cause=cause)
+            self._num_failed_starts, self._failed_start = self._num_failed_starts + 1, cause
             if name in self._nodes:
                 self._nodes.lose(name)
+        for name in self._nodes.gone():
+            self._lose(name)
         self._nodes.refill()
         return self._readers.ensure(list(self._nodes))
 

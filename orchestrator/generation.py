@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ _POLL_S = 2.0
 class Ended:
     """How a generation ended: kind "finished", "paused" or "failed".
 
-    For a failure ``cause``, ``since`` (time of day of the first sign) and ``unusable`` (key of a holding to leave out).
+    For a failure ``cause``, ``since`` (time of day of the first sign), ``unusable`` (key of a holding to leave out) and
+    whether a rank ``raised`` (the others then tell of a lost peer only).
     """
 
     kind: str
@@ -32,16 +34,18 @@ class Ended:
     cause: str = ""
     since: float = 0.0
     unusable: Any = None
+    raised: bool = False
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """What is left after a failure."""
+    """What is left after a failure. ``raised``: how it ended for a rank that raised, when one did."""
 
     dead_workers: tuple[str, ...]
     dead_nodes: tuple[str, ...]
     holdings: tuple[Holding, ...]
     reports: tuple[dict[str, Any], ...]
+    raised: Ended | None
 
 
 class Running:
@@ -61,7 +65,6 @@ class Running:
         self._poll = self._next_poll()
         self._pings: dict[Any, tuple[int, float]] = {}
         self._next_ping = time.monotonic() + _PING_EVERY_S
-        self._outcomes: dict[int, Outcome] = {}
 
     def _next_poll(self) -> Any:
         return self._members[0].actor.reports.remote(self.plan.generation, self._seen, _POLL_S)
@@ -99,12 +102,13 @@ class Running:
         rank = self._runs.pop(ref)
         if _error_of(ref):
             return self._failure_of(rank, ref)
-        outcome = self._outcomes[rank] = ray.get(ref)
+        outcome: Outcome = ray.get(ref)
         if outcome.kind in ("finished", "paused"):
             # The last vote said that every member holds the last snapshot; the others are on their way out too.
             return Ended(outcome.kind, outcome.step)
         where = f"rank {rank} on {self._members[rank].node}"
-        return Ended("failed", outcome.step, f"{where}: {outcome.cause}", outcome.ended_at, outcome.unusable)
+        cause, raised = f"{where}: {outcome.cause}", outcome.kind == "failed"
+        return Ended("failed", outcome.step, cause, outcome.ended_at, outcome.unusable, raised)
 
     def _failure_of(self, rank: int, ref: Any) -> Ended:
         error = _error_of(ref)
@@ -147,7 +151,7 @@ class Running:
         ready, _ = ray.wait([call], timeout=ANSWER_S)
         return self._take(ray.get(call)) if ready and not _error_of(call) else []
 
-    def quiesce(self, cause: str, nodes: Nodes) -> Survivors:
+    def quiesce(self, ended: Ended, nodes: Nodes) -> Survivors:
         """Fence the generation everywhere, wait until the survivors are out of it, and list what they hold.
 
         Membership is who answers a call beside the training thread now; not who returned from training, and not Ray's
@@ -155,7 +159,7 @@ class Running:
         """
         generation = self.plan.generation
         keepers = {node.name: node.keeper.fence.remote(generation + 1) for node in nodes if node.starting is None}
-        fences = {worker.id: worker.actor.fence.remote(generation, cause) for worker in self._members}
+        fences = {worker.id: worker.actor.fence.remote(generation, ended.cause) for worker in self._members}
         answered = _who_answers({**keepers, **fences})
         dead_nodes = set(keepers) - answered
         dead = {worker.id for worker in self._members if worker.node in dead_nodes or worker.id not in answered}
@@ -173,7 +177,28 @@ class Running:
         # Every member reports the same things in the same order, so equal numbers are equal reports.
         by_number = {report["seq"]: report for report in reports}
         latest = self._take([by_number[number] for number in sorted(by_number)])
-        return Survivors(tuple(sorted(dead)), tuple(sorted(dead_nodes | dead_keepers)), tuple(holdings), tuple(latest))
+        return Survivors(
+            tuple(sorted(dead)),
+            tuple(sorted(dead_nodes | dead_keepers)),
+            tuple(holdings),
+            tuple(latest),
+            self._who_raised([rank for rank, worker in enumerate(self._members) if worker.id not in dead]),
+        )
+
+    def _who_raised(self, alive: Sequence[int]) -> Ended | None:
+        """These ranks have left training: the end of one that raised, if one did."""
+        left = [ref for ref, rank in self._runs.items() if rank in alive]
+        done = ray.wait(left, num_returns=len(left), timeout=ANSWER_S)[0] if left else []
+        ends = [self._read_run(ref) for ref in done]
+        return next((ended for ended in ends if ended is not None and ended.raised), None)
+
+
+def call_roll(nodes: Nodes) -> tuple[set[str], set[str]]:
+    """Workers and nodes that do not answer, among those that had started."""
+    keepers = {node.name: node.keeper.inventory.remote() for node in nodes if node.starting is None}
+    pings = {worker.id: worker.actor.ping.remote() for worker in nodes.ready_workers().values()}
+    silent = (keepers.keys() | pings.keys()) - _who_answers({**keepers, **pings})
+    return silent - keepers.keys(), silent & keepers.keys()
 
 
 def take_inventory(nodes: Nodes, names: set[str]) -> tuple[list[Holding], set[str]]:

@@ -50,9 +50,9 @@ class Node:
     num_started: int = 0
 
     @property
-    def handles(self) -> Iterator[WorkerHandle]:
-        yield from self.workers.values()
-        yield from self.standbys.values()
+    def handles(self) -> list[WorkerHandle]:
+        """Workers and standbys; a list of its own, since another thread renews their leases."""
+        return [*self.workers.values(), *self.standbys.values()]
 
 
 class Nodes:
@@ -179,7 +179,7 @@ class Nodes:
                 except ray.exceptions.RayError as error:
                     failed.append((node.name, f"its keeper did not start: {type(error).__name__}"))
                     continue
-            for handle in list(node.handles):
+            for handle in node.handles:
                 if handle.warming is None or not ray.wait([handle.warming], timeout=0)[0]:
                     continue
                 try:
@@ -207,6 +207,11 @@ class Nodes:
             if node.starting is None:
                 self._fill(node)
 
+    def gone(self) -> list[str]:
+        """Nodes that Ray knows to be dead. It takes Ray some seconds to know; who plays a rank is missed sooner."""
+        alive = {node.ray_id for node in living_nodes()}
+        return [node.name for node in self if node.ray_node.ray_id not in alive]
+
     def lose(self, name: str) -> None:
         """Forget a node and everything on it; whatever still runs there is killed."""
         node = self._nodes.pop(name)
@@ -215,15 +220,13 @@ class Nodes:
 
     def renew(self) -> list[Any]:
         """Renew every lease; the calls are not waited for."""
-        actors = [node.keeper for node in list(self)] + [
-            handle.actor for node in list(self) for handle in list(node.handles)
-        ]
+        actors = [node.keeper for node in list(self)] + [handle.actor for node in list(self) for handle in node.handles]
         return [actor.renew.remote() for actor in actors]
 
     def shut_down(self) -> None:
         """End every process of the job and give back the resources."""
         for node in list(self):
-            for handle in list(node.handles):
+            for handle in node.handles:
                 ray.kill(handle.actor)
             ray.kill(node.keeper)
             remove_placement_group(node.group)

@@ -108,10 +108,12 @@ class FailurePolicy:
     _repeats: int = field(default=0)
 
     def decide(self, signature: str, step: int) -> Go | End:
-        """``signature`` names the kind of failure, ``step`` is the last committed step."""
+        """``signature`` names the kind of failure, ``step`` is the last step that was made."""
         self.num_failures += 1
-        self._repeats = self._repeats + 1 if self._last == (signature, step) else 1
-        self._last = (signature, step)
+        again = self._last is not None and self._last[0] == signature and step <= self._last[1]
+        self._repeats = self._repeats + 1 if again else 1
+        if not again:
+            self._last = (signature, step)
         if 0 <= self.max_failures < self.num_failures:
             return End(f"failure {self.num_failures} is more than max_failures={self.max_failures} allows: {signature}")
         if self._repeats >= self.max_identical:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import ray
@@ -21,32 +22,46 @@ class Readers:
         self._grace_s = orphan_grace_s
         # Put once, so that a corpus manifest of many files does not travel with every replacement.
         self._args = [ray.put(arg) for arg in reader_args]
+        self._lock = threading.Lock()  # leases are renewed, and dead readers found, by another thread
         self._actors: list[tuple[str, Any]] = []
 
     def ensure(self, nodes: list[Node]) -> bool:
         """Drop readers of lost nodes and start what is missing, in the background; whether anything changed."""
-        before = list(self._actors)
-        names = {node.name for node in nodes}
-        self._actors = [(name, actor) for name, actor in self._actors if name in names]
-        while nodes and len(self._actors) < self._num_readers:
-            load = {node.name: sum(name == node.name for name, _ in self._actors) for node in nodes}
-            node = min(nodes, key=lambda node: load[node.name])
-            actor = ReaderActor.options(
-                num_cpus=0,
-                lifetime="detached",
-                max_concurrency=_READER_THREADS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_node.ray_id, soft=True),
-            ).remote(self._grace_s, *self._args)
-            self._actors.append((node.name, actor))
-        return self._actors != before
+        with self._lock:
+            before = list(self._actors)
+            names = {node.name for node in nodes}
+            self._actors = [(name, actor) for name, actor in before if name in names]
+            for name, actor in before:
+                if name not in names:
+                    ray.kill(actor)  # its node may be lost to the job and still run
+            while nodes and len(self._actors) < self._num_readers:
+                load = {node.name: sum(name == node.name for name, _ in self._actors) for node in nodes}
+                node = min(nodes, key=lambda node: load[node.name])
+                self._actors.append((node.name, self._start(node)))
+            return self._actors != before
+
+    def _start(self, node: Node) -> Any:
+        return ReaderActor.options(
+            num_cpus=0,
+            lifetime="detached",
+            max_concurrency=_READER_THREADS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_node.ray_id, soft=True),
+        ).remote(self._grace_s, *self._args)
 
     def check(self) -> None:
-        """Wait until every reader can serve; raises the reader's own error (a text that this node cannot read, say)."""
-        ray.get([actor.ready.remote() for _, actor in self._actors])
+        """Wait until every reader can serve. Raises ValueError with the sentence of a reader that cannot begin (a text
+        that its node cannot read, say), RayActorError when one has died."""
+        try:
+            ray.get([actor.ready.remote() for _, actor in self._actors])
+        except ray.exceptions.ActorDiedError as error:
+            if not error.actor_init_failed:
+                raise
+            raise ValueError(str(error).strip().splitlines()[-1]) from None
 
     def forget(self, dead: set[Any]) -> None:
         """These have died; ``ensure`` starts others in their place."""
-        self._actors = [(name, actor) for name, actor in self._actors if actor not in dead]
+        with self._lock:
+            self._actors = [(name, actor) for name, actor in self._actors if actor not in dead]
 
     def preference(self, node: str) -> tuple[Any, ...]:
         """Reader handles for a worker on ``node``: its own node's first."""

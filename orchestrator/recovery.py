@@ -16,6 +16,7 @@ from workers.plan import Member, Plan
 class Source:
     """The state to go on from: the holdings of one complete snapshot or checkpoint, or none for fresh weights."""
 
+    generation: int
     step: int
     cursor: list[int]
     tokens: int
@@ -24,13 +25,15 @@ class Source:
 
     @classmethod
     def fresh(cls) -> Source:
-        return cls(0, [0, 0, 0], 0, (), "init")
+        return cls(0, 0, [0, 0, 0], 0, (), "init")
 
     @classmethod
     def of(cls, holdings: Sequence[Holding], tier: str) -> Source:
         """From holdings of one (generation, step): their meta is the same on every rank."""
         snapshot = holdings[0].snapshot
-        return cls(snapshot.step, snapshot.meta["cursor"], snapshot.meta["tokens"], tuple(holdings), tier)
+        return cls(
+            snapshot.generation, snapshot.step, snapshot.meta["cursor"], snapshot.meta["tokens"], tuple(holdings), tier
+        )
 
 
 @dataclass(frozen=True)

@@ -51,3 +51,8 @@ class TrainingConfig(Section):
     eval_every: int = Field(0, ge=0, description="steps between evaluations on held-out text; 0 is never")
     eval_rows: int = Field(16, ge=1, description="rows of held-out text in one evaluation")
     seed: int = Field(0, ge=0)
+
+    def is_over(self, step: int, tokens: int) -> bool:
+        """Whether a job that has made ``step`` steps on ``tokens`` valid tokens is at its end (time apart)."""
+        by_steps = self.max_steps is not None and step >= self.max_steps
+        return by_steps or (self.max_tokens is not None and tokens >= self.max_tokens)
