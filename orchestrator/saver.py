@@ -53,8 +53,13 @@ class Saver:
         self._thread.start()
 
     def save(self, schema: Schema, nodes: Nodes, generation: int, step: int) -> Path | None:
-        """Save the last step of a generation that has stopped; returns the checkpoint's folder, None when it failed."""
+        """Save the last step of a generation that has stopped; returns the checkpoint's folder, None when it failed.
+
+        Step 0 is not worth a checkpoint, and a step that has one keeps it.
+        """
         self.wait()
+        if step == 0:
+            return None
         if any(step_of(path) == step for path in list_checkpoints(self.directory)):
             return next(path for path in list_checkpoints(self.directory) if step_of(path) == step)
         holdings, _ = take_inventory(nodes, set(nodes.domains))
