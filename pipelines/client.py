@@ -65,10 +65,7 @@ class ReaderClient:
         with self._changed:
             if self._last is not None and self._last.cursor == cursor and not self._interrupted:
                 return self._last
-            if self._head() != cursor:
-                self._fetched.clear()
-                self._fetching, self._error = cursor, None
-                self._changed.notify_all()
+            self._begin_at(cursor)
             self._changed.wait_for(lambda: self._interrupted or self._fetched or self._error)
             if self._interrupted:
                 raise InputInterrupted
@@ -79,6 +76,17 @@ class ReaderClient:
             self._last = self._fetched.popleft()
             self._changed.notify_all()
             return self._last
+
+    def prefetch(self, cursor: Cursor) -> None:
+        """Begin to fetch the batch at ``cursor`` and those after it, before anybody waits for them."""
+        with self._changed:
+            self._begin_at(cursor)
+
+    def _begin_at(self, cursor: Cursor) -> None:
+        if self._head() != cursor:
+            self._fetched.clear()
+            self._fetching, self._error = cursor, None
+            self._changed.notify_all()
 
     def eval_batch(self, num_rows: int) -> RankBatch:
         """This rank's part of the first ``num_rows`` held-out rows. Raises as ``next`` does."""

@@ -104,6 +104,7 @@ class _Training:
         )
         self._closers.append(self.client.close)
         fence.on_trip(self.client.interrupt)
+        self.client.prefetch(self.cursor)
 
     def _regroup(self) -> None:
         order = self.order

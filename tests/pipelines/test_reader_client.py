@@ -116,6 +116,20 @@ def test_fetches_two_ahead_and_no_more(alive: Handle) -> None:
     assert asked == sorted(set(asked)) and len(asked) == 3
 
 
+def test_prefetch_begins_before_anybody_waits(alive: Handle, expected: list[str]) -> None:
+    asked = Event()
+
+    def noting(method: str, args: tuple[Any, ...]) -> Any:
+        asked.set()
+        return alive(method, args)
+
+    client = client_of([noting])
+    client.prefetch(Cursor())
+    assert asked.wait(10)
+    assert digests_of(client) == expected
+    client.close()
+
+
 def test_goes_where_it_is_told(alive: Handle, expected: list[str]) -> None:
     client = client_of([alive])
     cursors = [Cursor()]
