@@ -25,7 +25,7 @@ from checkpointing.layout import Layout
 from checkpointing.schema import Schema
 from checkpointing.transfer import Holding, StateLost, newest_complete
 from orchestrator.config import JobConfig
-from orchestrator.generation import Ended, Running, call_roll, take_inventory
+from orchestrator.generation import ANSWER_S, LAST_CALL_S, Ended, Running, Survivors, call_roll, take_inventory
 from orchestrator.ledger import Ledger, Phase
 from orchestrator.nodes import Nodes
 from orchestrator.policies import End, FailurePolicy, choose_layout
@@ -301,11 +301,12 @@ class Controller:
         """Fence the generation, see what is left, and decide how to go on. Raises JobFailed when it cannot."""
         self._enter(State.QUIESCING)
         noticed = time.time()
-        survivors = self._running.quiesce(ended, self._nodes)
-        for report in survivors.reports:
-            self._on_report(report, upcoming)
+        survivors = self._quiesce(ended, upcoming)
         if survivors.raised is not None and not ended.raised:
             ended = survivors.raised
+        if not self._is_complete(survivors.holdings):
+            # A node that is only slow must not cost the state.
+            survivors = self._quiesce(ended, upcoming, LAST_CALL_S)
         since = ended.since or noticed
         incident = self._ledger.incident("failure", ended.cause, upcoming.plan, since=since, noticed=noticed)
         incident.add_phase("quiesce", time.time() - noticed)
@@ -325,6 +326,19 @@ class Controller:
         incident.steps_run_again = max(0, self.step - source.step)
         self.step = source.step
         return source
+
+    def _quiesce(self, ended: Ended, upcoming: NextGeneration, patience: float = ANSWER_S) -> Survivors:
+        survivors = self._running.quiesce(ended, self._nodes, patience)
+        for report in survivors.reports:
+            self._on_report(report, upcoming)
+        return survivors
+
+    def _is_complete(self, holdings: Sequence[Holding]) -> bool:
+        try:
+            newest_complete(self._schema, holdings)
+        except StateLost:
+            return False
+        return True
 
     def _forget(self, workers: Sequence[str], nodes: Sequence[str]) -> None:
         for name in nodes:

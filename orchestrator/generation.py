@@ -16,6 +16,8 @@ from workers.plan import Order, Outcome, Plan
 
 # Who has not answered a call on its own thread for this long, once something is known to be wrong, counts as dead.
 ANSWER_S = 1.0
+# Before state is given up because some do not answer: longer than Ray takes to tell a dead node.
+LAST_CALL_S = 20.0
 _LEAST_PATIENCE_S = 0.3
 _PING_EVERY_S = 1.0
 _POLL_S = 2.0
@@ -151,16 +153,17 @@ class Running:
         ready, _ = ray.wait([call], timeout=ANSWER_S)
         return self._take(ray.get(call)) if ready and not _error_of(call) else []
 
-    def quiesce(self, ended: Ended, nodes: Nodes) -> Survivors:
+    def quiesce(self, ended: Ended, nodes: Nodes, patience: float = ANSWER_S) -> Survivors:
         """Fence the generation everywhere, wait until the survivors are out of it, and list what they hold.
 
         Membership is who answers a call beside the training thread now; not who returned from training, and not Ray's
-        own detection, which takes some 13 s for a killed node.
+        own detection, which takes some 13 s for a killed node. Who is slower than ``patience`` counts as dead; asking
+        again, with more of it, is safe.
         """
         generation = self.plan.generation
         keepers = {node.name: node.keeper.fence.remote(generation + 1) for node in nodes if node.starting is None}
         fences = {worker.id: worker.actor.fence.remote(generation, ended.cause) for worker in self._members}
-        answered = _who_answers({**keepers, **fences})
+        answered = _who_answers({**keepers, **fences}, patience)
         dead_nodes = set(keepers) - answered
         dead = {worker.id for worker in self._members if worker.node in dead_nodes or worker.id not in answered}
         alive = [worker for worker in self._members if worker.id not in dead]
@@ -173,7 +176,7 @@ class Running:
                 dead.add(name)  # its training thread is stuck somewhere: it cannot play a rank again
             else:
                 reports += told
-        holdings, dead_keepers = take_inventory(nodes, set(keepers) - dead_nodes)
+        holdings, dead_keepers = take_inventory(nodes, set(keepers) - dead_nodes, patience)
         # Every member reports the same things in the same order, so equal numbers are equal reports.
         by_number = {report["seq"]: report for report in reports}
         latest = self._take([by_number[number] for number in sorted(by_number)])
@@ -201,25 +204,25 @@ def call_roll(nodes: Nodes) -> tuple[set[str], set[str]]:
     return silent - keepers.keys(), silent & keepers.keys()
 
 
-def take_inventory(nodes: Nodes, names: set[str]) -> tuple[list[Holding], set[str]]:
+def take_inventory(nodes: Nodes, names: set[str], patience: float = ANSWER_S) -> tuple[list[Holding], set[str]]:
     """What the keepers of these nodes hold, and which of them did not answer."""
     calls = {name: nodes[name].keeper.inventory.remote() for name in names}
-    answered = _who_answers(calls)
+    answered = _who_answers(calls, patience)
     return [holding for name in sorted(answered) for holding in ray.get(calls[name])], names - answered
 
 
-def _who_answers(calls: dict[str, Any]) -> set[str]:
+def _who_answers(calls: dict[str, Any], patience: float = ANSWER_S) -> set[str]:
     """The names whose calls return without an error, of calls that all take about as long.
 
     A dead node's calls simply hang. Waiting ends early when the others answered so much faster that it must be one.
     """
     names = {ref: name for name, ref in calls.items()}
-    waiting, started, patience = list(names), time.monotonic(), ANSWER_S
+    waiting, started, may_hurry = list(names), time.monotonic(), patience <= ANSWER_S
     answered = set()
     while waiting and (left := started + patience - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, timeout=left)
         answered |= {names[ref] for ref in done if _error_of(ref) is None}
-        if done and len(waiting) <= len(names) // 2:
+        if may_hurry and done and len(waiting) <= len(names) // 2:
             patience = min(ANSWER_S, max(_LEAST_PATIENCE_S, 5 * (time.monotonic() - started)))
     return answered
 
