@@ -49,7 +49,7 @@ class FailureConfig(JobSection):
 class RunConfig(JobSection):
     """Where the run lives. ``name`` None: a name is made from the time."""
 
-    name: str | None = None
+    name: str | None = Field(None, description="the run's folder below storage_path; null makes a name from the time")
     storage_path: str = Field("runs", description="a folder, s3://bucket/prefix or any pyarrow URI")
     failure_config: FailureConfig = FailureConfig()
     checkpoint_config: CheckpointConfig = CheckpointConfig()
@@ -82,11 +82,11 @@ class RunConfig(JobSection):
 class ScalingConfig(JobSection):
     """How many workers, each with what. ``num_workers`` (min, max) makes the group elastic."""
 
-    num_workers: int | tuple[int, int] = 1
-    use_gpu: bool = False
-    resources_per_worker: dict[str, float] | None = None
-    accelerator_type: str | None = None
-    label_selector: dict[str, str] | None = None
+    num_workers: int | tuple[int, int] = Field(1, description="how many, or [min, max]: elastic between the two")
+    use_gpu: bool = Field(False, description="one GPU per worker, unless resources_per_worker says otherwise")
+    resources_per_worker: dict[str, float] | None = Field(None, description="Ray resources; default one CPU")
+    accelerator_type: str | None = Field(None, description="as Ray names it, for example A100")
+    label_selector: dict[str, str] | None = Field(None, description="only nodes with these Ray labels")
     standbys_per_node: int = Field(1, ge=0, description="warm processes per node that can take a dead worker's place")
 
     @model_validator(mode="after")
