@@ -104,7 +104,7 @@ def running(command: Sequence[str], folder: Path, env: dict[str, str], steps: st
 
 @contextlib.contextmanager
 def planaria(job: JobConfig, folder: Path, address: str) -> Iterator[Job]:
-    """``planaria train`` of ``job``, whose run is called "run" and lies in ``folder``, on the cluster at ``address``."""
+    """``planaria train`` of ``job``, whose run is called "run" and lies in ``folder``, on an existing cluster."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.yaml").write_text(job.to_yaml())
     command = [sys.executable, "-m", "orchestrator", "train", "job.yaml", "--address", address]

@@ -1,7 +1,7 @@
 """The peer of `recovery`: the same decoder, batches and AdamW under Ray Train v2, as its documentation lays them out.
 
 ``python -m benchmarks.ray_train_loop BATCHES.npy MIN MAX`` beside a job.yaml: DistributedDataParallel, a checkpoint
-from rank 0 every few steps, unlimited failures; elastic when MIN < MAX. Lines go to ``steps.jsonl`` and ``starts.jsonl``.
+from rank 0 every few steps, unlimited failures; elastic when MIN < MAX. It writes ``steps.jsonl`` and ``starts.jsonl``.
 """
 
 from __future__ import annotations

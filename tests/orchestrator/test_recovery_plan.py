@@ -1,0 +1,141 @@
+"""From what survives to the next plan, without a process: who plays, and that no more moves than must."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointing.arena import ArenaAddress
+from checkpointing.boxes import volume
+from checkpointing.holding import Holding
+from checkpointing.layout import Layout
+from checkpointing.schema import Schema, TensorSpec, pieces
+from checkpointing.snapshot import Record, Snapshot
+from orchestrator.recovery import NextGeneration, Source, plan_generation
+from workers.plan import Plan
+
+NUM_LAYERS = 4
+SCHEMA = Schema(
+    tuple(TensorSpec(f"layers.{layer}.weight", (12, 8), "float32", 0, "layer", layer) for layer in range(NUM_LAYERS)),
+    NUM_LAYERS,
+)
+STATE_BYTES = NUM_LAYERS * 12 * 8 * 4
+
+
+def workers(num_nodes: int, each: int = 2, lost: tuple[str, ...] = ()) -> dict[str, str]:
+    names = [f"n{index}" for index in range(num_nodes)]
+    return {f"{node}/{index}": node for node in names if node not in lost for index in range(each)}
+
+
+def holdings(plan: Plan, step: int, lost: tuple[str, ...] = ()) -> list[Holding]:
+    """What the keepers hold after ``step`` of ``plan`` when the nodes ``lost`` are gone."""
+    found = []
+    for rank, member in enumerate(plan.members):
+        records, start = [], 0
+        for piece in pieces(SCHEMA, plan.layout, rank):
+            records.append(Record(piece, "float32", start, volume(piece) * 4, "digest"))
+            start += volume(piece) * 4
+        meta = {"cursor": [0, step, 0], "tokens": 100 * step}
+        snapshot = Snapshot(plan.generation, step, rank, str(plan.layout), tuple(records), meta)
+        for node, role in ((member.node, "primary"), (member.buddy, "copy")):
+            if node is not None and node not in lost:
+                found.append(Holding(snapshot, step % 2, node, role, "memory", ArenaAddress(0, (), 0, "")))
+    return found
+
+
+def plan_on(
+    names: dict[str, str],
+    source: Source | None = None,
+    previous: Plan | None = None,
+    preferred: str | None = None,
+    survive: int = 1,
+) -> NextGeneration | None:
+    return plan_generation(
+        generation=previous.generation + 1 if previous else 1,
+        schema=SCHEMA,
+        source=source or Source.fresh(),
+        preferred=tuple(Layout.parse(text) for text in preferred.split()) if preferred else None,
+        is_possible=lambda layout: 12 % layout.tp == 0 and layout.pp <= NUM_LAYERS,
+        workers=names,
+        domains={node: node for node in names.values()},
+        survive=survive,
+        previous=previous,
+    )
+
+
+def test_the_first_plan_moves_nothing_and_protects_everyone() -> None:
+    first = plan_on(workers(4), preferred="dp2·tp2·pp2")
+    assert first is not None and first.transfer is None and first.source.tier == "init"
+    assert first.plan.survives == 1 and first.plan.spares == ()
+    assert all(member.buddy not in (None, member.node) for member in first.plan.members)
+    # Tensor-parallel peers (neighbours in rank) sit on one node.
+    nodes = [member.node for member in first.plan.members]
+    assert nodes[::2] == nodes[1::2]
+
+
+def test_with_one_node_or_without_protection_nothing_is_survived_and_the_plan_says_so() -> None:
+    alone = plan_on(workers(1), preferred="dp2")
+    unprotected = plan_on(workers(4), preferred="dp2·tp2·pp2", survive=0)
+    for upcoming in (alone, unprotected):
+        assert upcoming is not None and upcoming.plan.survives == 0
+        assert {member.buddy for member in upcoming.plan.members} == {None}
+
+
+def test_too_few_workers_for_any_layout_is_no_plan() -> None:
+    assert plan_on(workers(1), preferred="dp4 dp3") is None
+
+
+@pytest.mark.parametrize("lost", ["n0", "n1", "n2", "n3"])
+@pytest.mark.parametrize("preferred", ["dp2·tp2·pp2 dp3·pp2", "r2·dp4 tp2·pp2", None])
+def test_after_any_lost_node_the_state_comes_from_memory_and_no_byte_moves_twice(
+    lost: str, preferred: str | None
+) -> None:
+    first = plan_on(workers(4), preferred=preferred)
+    assert first is not None
+    source = Source.of(holdings(first.plan, step=7, lost=(lost,)), "memory")
+    assert (source.step, source.cursor, source.tokens, source.generation) == (7, [0, 7, 0], 700, 1)
+    upcoming = plan_on(workers(4, lost=(lost,)), source, first.plan, preferred)
+    assert upcoming is not None and upcoming.transfer is not None
+    plan, transfer = upcoming.plan, upcoming.transfer
+    assert plan.step == 7 and plan.generation == 2 and plan.survives == 1
+    assert lost not in {member.node for member in plan.members} | {member.buddy for member in plan.members}
+    assert transfer.tier == "memory" and transfer.bytes_moved == transfer.bytes_lower_bound
+    for rank, member in enumerate(plan.members):
+        fetched = transfer.fetches[rank]
+        assert sorted(fetch.piece for fetch in fetched) == sorted(pieces(SCHEMA, plan.layout, rank))
+        for fetch in fetched:
+            assert sum(volume(part.box) for part in fetch.parts) == volume(fetch.piece)
+            assert all(part.holding.node != lost for part in fetch.parts)
+            assert all(part.local == (part.holding.node == member.node) for part in fetch.parts)
+    assert len(plan.members) + len(plan.spares) == 6
+
+
+def test_a_standby_on_the_dead_workers_node_moves_nothing() -> None:
+    """Its node's keeper still has the state."""
+    layout = "dp2·tp2·pp2"
+    first = plan_on(workers(4), preferred=layout)
+    assert first is not None
+    names = {name: node for name, node in workers(4).items() if name != "n2/0"} | {"n2/2": "n2"}
+    upcoming = plan_on(names, Source.of(holdings(first.plan, 3), "memory"), first.plan, layout)
+    assert upcoming is not None and upcoming.transfer is not None
+    assert upcoming.transfer.bytes_moved == 0
+    changed = [new.worker for old, new in zip(first.plan.members, upcoming.plan.members, strict=True) if old != new]
+    assert changed == ["n2/2"]
+
+
+def test_workers_that_no_layout_can_use_are_spares() -> None:
+    upcoming = plan_on(workers(4), preferred="dp3·pp2")
+    assert upcoming is not None
+    assert upcoming.plan.spares == ("n3/0", "n3/1")
+
+
+def test_auto_prefers_the_layout_that_moves_least() -> None:
+    """Of all layouts of six workers; ties as `choose_layout` has them."""
+    first = plan_on(workers(4))
+    assert first is not None and first.plan.layout.size == 8
+    source = Source.of(holdings(first.plan, 5, lost=("n3",)), "memory")
+    chosen = plan_on(workers(3), source, first.plan)
+    assert chosen is not None and chosen.transfer is not None and chosen.plan.layout.size == 6
+    for text in ("dp6", "dp3·pp2", "dp2·pp3", "dp3·tp2", "dp2·tp3", "tp6", "pp3·tp2"):
+        other = plan_on(workers(3), source, first.plan, text)
+        assert other is not None and other.transfer is not None
+        assert chosen.transfer.bytes_moved <= other.transfer.bytes_moved <= STATE_BYTES * 6
