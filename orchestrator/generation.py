@@ -66,7 +66,8 @@ class Running:
         self._seen = 0
         self._poll = self._next_poll()
         self._pings: dict[Any, tuple[int, float]] = {}
-        self._next_ping = time.monotonic() + _PING_EVERY_S
+        self._ping_every_s = min(_PING_EVERY_S, detect_bound_s / 4)
+        self._next_ping = time.monotonic()
 
     def _next_poll(self) -> Any:
         return self._members[0].actor.reports.remote(self.plan.generation, self._seen, _POLL_S)
@@ -122,19 +123,23 @@ class Running:
         now = time.monotonic()
         if now < self._next_ping:
             return
-        self._next_ping = now + _PING_EVERY_S
+        self._next_ping = now + self._ping_every_s
         waiting = {rank for rank, _ in self._pings.values()}
         for rank, worker in enumerate(self._members):
             if rank not in waiting:
                 self._pings[worker.actor.ping.remote()] = (rank, now)
 
     def _silent(self) -> Ended | None:
-        """A member that has not answered a ping within the detection bound is taken for hung."""
-        now = time.monotonic()
-        for rank, asked in self._pings.values():
-            if now - asked > self._bound_s:
-                cause = f"rank {rank} on {self._members[rank].node} has been silent for {self._bound_s:g} s"
-                return Ended("failed", -1, cause, time.time() - self._bound_s)
+        """A member that does not answer is taken for hung, so that it blocks nobody for longer than the bound.
+
+        It may have hung right after it answered the ping before.
+        """
+        now, allowed = time.monotonic(), self._bound_s - self._ping_every_s
+        for ref, (rank, asked) in self._pings.items():
+            # The answer may be here already, when it is the driver that was held up.
+            if now - asked > allowed and not ray.wait([ref], timeout=0)[0]:
+                cause = f"rank {rank} on {self._members[rank].node} has been silent for {allowed:g} s"
+                return Ended("failed", -1, cause, time.time() - (now - asked))
         return None
 
     def stop_after_step(self) -> None:
