@@ -108,7 +108,8 @@ class Controller:
 
     def _finish(self, generation: int, step: int) -> None:
         self._enter(State.FINISHING)
-        self._saver.save(self._schema, self._nodes, generation, step)
+        if step and self._saver.save(self._schema, self._nodes, generation, step) is None:
+            raise JobFailed(f"step {step} is made, but its checkpoint could not be written; events.jsonl says why")
 
     # Start
 
