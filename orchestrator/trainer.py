@@ -14,6 +14,7 @@ from orchestrator.callbacks import Callbacks, RunContext
 from orchestrator.cluster import connect, lasting_path, living_nodes
 from orchestrator.config import JobConfig, candidate_layouts, layout_problem
 from orchestrator.controller import Controller, JobFailed
+from orchestrator.lease import LeaseLost
 from orchestrator.ledger import Ledger
 from orchestrator.nodes import Nodes
 from orchestrator.one_place import package_in_the_way
@@ -131,6 +132,9 @@ class ElasticTrainer:
                     ledger.event("ended", status=status, step=controller.step)
                 callbacks.finish(last)
                 return JobEnd(folder.url, status, last, tuple(ledger.incidents), error)
+        except LeaseLost as lost:
+            # The run's files are the other driver's now; nothing more is written.
+            return JobEnd(folder.url, status, last, tuple(ledger.incidents), JobFailed(str(lost)))
         finally:
             _give_back(folder, acquired, status)
 
@@ -191,4 +195,5 @@ def _give_back(folder: RunFolder, acquired: Acquired, status: Any) -> None:
     if status == "failed" and not acquired.resumed and not folder.read_plans():
         shutil.rmtree(folder.url, ignore_errors=True)
     else:
-        folder.finish(status)
+        with contextlib.suppress(LeaseLost):
+            folder.finish(status)
