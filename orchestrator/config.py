@@ -24,6 +24,7 @@ from orchestrator.config_yaml import apply_overrides, dump_yaml, load_yaml
 from orchestrator.ray_names import from_ray
 from pipelines.config import DataConfig
 from workers.config import DecoderConfig, OptimizerConfig, TrainingConfig
+from workers.limits import layout_problem
 
 # What may change between two drivers of one run: it moves work around or ends it sooner or later, but step s still
 # consumes batch s and updates the parameters by the same rule. All other keys make the job digest.
@@ -190,27 +191,6 @@ def candidate_layouts(config: JobConfig) -> tuple[Layout, ...] | Literal["auto"]
     return tuple(Layout.parse(text) for text in ((layout,) if isinstance(layout, str) else layout))
 
 
-def layout_problem(config: JobConfig, layout: Layout) -> str | None:
-    """Why the job cannot run under ``layout`` ("needs 4 pipeline stages, but ..."), or None when it can."""
-    rows = config.training.global_batch_rows
-    if layout.data_size > rows:
-        return f"has {layout.data_size} data ranks, more than training.global_batch_rows={rows}"
-    if isinstance(config.model, str):
-        return None  # only the engine sees the user's own model
-    model = config.model
-    if layout.pp > model.num_layers:
-        return f"has {layout.pp} pipeline stages, more than model.num_layers={model.num_layers}"
-    divided = {
-        "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.num_kv_heads,
-        "model.ffn_dim": model.ffn_dim,
-        "data.vocab_size": config.data.vocab_size,
-    }
-    return next(
-        (f"has tp{layout.tp}, which does not divide {k}={v}" for k, v in divided.items() if v % layout.tp), None
-    )
-
-
 def check_layouts(config: JobConfig) -> None:
     """All that can be said of layouts without a cluster. Raises ConfigError.
 
@@ -229,7 +209,7 @@ def check_layouts(config: JobConfig) -> None:
     if not layouts:
         raise ConfigError(key, "is an empty list; allowed: a layout such as 'dp2·tp2', a list of them, or auto")
     for layout in layouts:
-        problem = layout_problem(config, layout)
+        problem = layout_problem(layout, config.model, config.data.vocab_size, config.training.global_batch_rows)
         if problem is not None:
             raise ConfigError(key, f"{layout} {problem}")
         if layout.size > group.scaling.max_workers:

@@ -12,7 +12,7 @@ from typing import Any
 from checkpointing.layout import Layout
 from orchestrator.callbacks import Callbacks, RunContext
 from orchestrator.cluster import connect, lasting_path, living_nodes
-from orchestrator.config import JobConfig, candidate_layouts, layout_problem
+from orchestrator.config import JobConfig, candidate_layouts
 from orchestrator.controller import Controller, JobFailed
 from orchestrator.lease import LeaseLost
 from orchestrator.ledger import Ledger
@@ -28,6 +28,7 @@ from orchestrator.stop import StopRequest
 from pipelines.corpus import Corpus
 from pipelines.tokenizer import train_or_load
 from workers.config import DecoderConfig
+from workers.limits import layout_problem
 from workers.program import Program
 
 OnStep = Callable[[dict[str, Any]], None]
@@ -150,12 +151,9 @@ class ElasticTrainer:
 
 def _layouts(config: JobConfig, model: Any) -> tuple[tuple[Layout, ...] | None, Callable[[Layout], bool]]:
     """The job's layouts in order of preference (None: auto), and which layouts its model can take."""
-    own = not isinstance(model, DecoderConfig)
 
     def problem(layout: Layout) -> str | None:
-        if own and (layout.tp > 1 or layout.pp > 1):
-            return "cuts the model by tp or pp, which a model of your own cannot be; use dp and r"
-        return layout_problem(config, layout)
+        return layout_problem(layout, model, config.data.vocab_size, config.training.global_batch_rows)
 
     candidates = candidate_layouts(config)
     if candidates == "auto":

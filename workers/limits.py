@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from checkpointing.layout import Layout
 from workers.config import DecoderConfig
-from workers.program import Program
 
 
-def check_layout(program: Program, layout: Layout) -> None:
-    """Raise ValueError, in one sentence, when ``program`` cannot be trained under ``layout``."""
-    model, training = program.model, program.training
-    if isinstance(model, DecoderConfig):
-        divided = {
-            "model.num_heads": model.num_heads,
-            "model.num_kv_heads": model.num_kv_heads,
-            "model.ffn_dim": model.ffn_dim,
-            "data.vocab_size": program.vocab_size,
-        }
-        for key, value in divided.items():
-            if value % layout.tp:
-                raise ValueError(f"layout {layout}: tp{layout.tp} does not divide {key}={value}")
-        if layout.pp > model.num_layers:
-            raise ValueError(f"layout {layout}: pp{layout.pp} has more stages than model.num_layers={model.num_layers}")
-    elif layout.pp > 1 or layout.tp > 1:
-        raise ValueError(
-            f"layout {layout}: a model given as a build function is data-parallel only (axes dp and r, not pp or tp)"
-        )
-    if training.global_batch_rows < layout.data_size:
-        raise ValueError(
-            f"layout {layout}: its {layout.data_size} data ranks (r times dp) need a row each, "
-            f"more than training.global_batch_rows={training.global_batch_rows}"
-        )
+def layout_problem(layout: Layout, model: Any, vocab_size: int, global_batch_rows: int) -> str | None:
+    """Why ``model`` cannot be trained under ``layout`` ("has 4 data ranks, more than ..."), or None when it can.
+
+    ``model`` is a DecoderConfig; anything else is a model of the user's own.
+    """
+    if layout.data_size > global_batch_rows:
+        return f"has {layout.data_size} data ranks, more than training.global_batch_rows={global_batch_rows}"
+    if not isinstance(model, DecoderConfig):
+        if layout.tp > 1 or layout.pp > 1:
+            return "cuts the model by tp or pp, which a model of your own cannot be; use dp and r"
+        return None
+    if layout.pp > model.num_layers:
+        return f"has {layout.pp} pipeline stages, more than model.num_layers={model.num_layers}"
+    divided = {
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.num_kv_heads,
+        "model.ffn_dim": model.ffn_dim,
+        "data.vocab_size": vocab_size,
+    }
+    wrong = next((f"{key}={value}" for key, value in divided.items() if value % layout.tp), None)
+    return None if wrong is None else f"has tp{layout.tp}, which does not divide {wrong}"

@@ -11,10 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkpointing.layout import Layout
-from orchestrator.config import TUNING_KEYS, JobConfig, candidate_layouts, layout_problem
+from orchestrator.config import TUNING_KEYS, JobConfig, candidate_layouts
 from orchestrator.config_errors import ConfigError, known_keys
 from orchestrator.config_sections import ScalingConfig
 from orchestrator.config_yaml import dump_yaml, load_yaml
+from workers.limits import layout_problem
 
 MINIMAL: dict[str, Any] = {"scaling": {"num_workers": 8}, "training": {"max_steps": 5}}
 
@@ -238,7 +239,7 @@ def test_layouts_are_taken_exactly_when_they_divide(layout: Layout, sizes: tuple
     job = JobConfig.from_dict(data)
     divides = all(size % layout.tp == 0 for size in (heads, kv_heads, 8 * ffn, job.data.vocab_size))
     possible = divides and layout.pp <= num_layers and layout.r * layout.dp <= rows
-    assert (layout_problem(job, layout) is None) == possible
+    assert (layout_problem(layout, job.model, job.data.vocab_size, rows) is None) == possible
     if possible and layout.size <= 8:
         assert candidate_layouts(job.with_overrides([f"layout=['{layout}', '1']"])) == (layout, Layout())
 

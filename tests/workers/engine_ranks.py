@@ -18,6 +18,7 @@ from checkpointing.layout import Layout
 from checkpointing.schema import Piece
 from workers.config import DecoderConfig, OptimizerConfig, TrainingConfig
 from workers.engine import Engine, describe
+from workers.limits import layout_problem
 from workers.program import Program
 
 NUM_RANKS = 8
@@ -31,6 +32,10 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.5)
 def program(model: Any = MODEL, num_rows: int = 8, **training: Any) -> Program:
     defaults = {"global_batch_rows": num_rows, "micro_batch_rows": 1, "max_steps": 5, "eval_rows": 6}
     return Program(model, OPTIMIZER, TrainingConfig(**{**defaults, **training}), VOCAB, SEQ_LEN)
+
+
+def problem_of(program: Program, layout: Layout) -> str | None:
+    return layout_problem(layout, program.model, program.vocab_size, program.training.global_batch_rows)
 
 
 @dataclass(frozen=True)

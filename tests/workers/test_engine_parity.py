@@ -13,8 +13,18 @@ import pytest
 import torch
 
 from checkpointing.layout import Layout
-from tests.workers.engine_ranks import MODEL, NUM_RANKS, OPTIMIZER, VOCAB, Ranks, Rows, gather, program, train
-from workers.limits import check_layout
+from tests.workers.engine_ranks import (
+    MODEL,
+    NUM_RANKS,
+    OPTIMIZER,
+    VOCAB,
+    Ranks,
+    Rows,
+    gather,
+    problem_of,
+    program,
+    train,
+)
 from workers.models.decoder import Decoder
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
@@ -25,11 +35,7 @@ def possible_layouts() -> list[Layout]:
     layouts = []
     for pp, r, dp, tp in itertools.product(range(1, NUM_RANKS + 1), repeat=4):
         layout = Layout(pp=pp, r=r, dp=dp, tp=tp)
-        if layout.size <= NUM_RANKS:
-            try:
-                check_layout(program(), layout)
-            except ValueError:
-                continue
+        if layout.size <= NUM_RANKS and problem_of(program(), layout) is None:
             layouts.append(layout)
     return layouts
 

@@ -13,9 +13,20 @@ from torch import nn
 
 from checkpointing.layout import Layout
 from checkpointing.schema import pieces
-from tests.workers.engine_ranks import CPU, MODEL, OPTIMIZER, SEQ_LEN, VOCAB, Ranks, Rows, gather, program, train
+from tests.workers.engine_ranks import (
+    CPU,
+    MODEL,
+    OPTIMIZER,
+    SEQ_LEN,
+    VOCAB,
+    Ranks,
+    Rows,
+    gather,
+    problem_of,
+    program,
+    train,
+)
 from workers.engine import Engine, Verdict, describe, warm_up
-from workers.limits import check_layout
 from workers.optimizer import learning_rate
 from workers.parallelize import forget_meshes
 
@@ -161,17 +172,16 @@ def test_warm_up_leaves_no_group() -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "sentence"),
     [
-        ("tp8", {}, "layout tp8: tp8 does not divide model.num_kv_heads=4"),
-        ("tp3", {}, "layout tp3: tp3 does not divide model.num_heads=8"),
-        ("pp6", {}, "layout pp6: pp6 has more stages than model.num_layers=5"),
-        ("r2·dp4", {"num_rows": 7}, "layout r2·dp4: its 8 data ranks"),
-        ("tp2", {"model": OwnModule}, "data-parallel only"),
-        ("pp2·dp2", {"model": OwnModule}, "data-parallel only"),
+        ("tp8", {}, "has tp8, which does not divide model.num_kv_heads=4"),
+        ("tp3", {}, "has tp3, which does not divide model.num_heads=8"),
+        ("pp6", {}, "has 6 pipeline stages, more than model.num_layers=5"),
+        ("r2·dp4", {"num_rows": 7}, "has 8 data ranks, more than training.global_batch_rows=7"),
+        ("tp2", {"model": OwnModule}, "a model of your own"),
+        ("pp2·dp2", {"model": OwnModule}, "a model of your own"),
     ],
 )
 def test_layouts_that_cannot_be_used(text: str, changes: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        check_layout(program(**changes), Layout.parse(text))
+    assert sentence in (problem_of(program(**changes), Layout.parse(text)) or "")
 
 
 def test_modules_that_cannot_be_used() -> None:
