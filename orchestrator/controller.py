@@ -215,7 +215,8 @@ class Controller:
                     for report in self._running.drain():
                         self._on_report(report, upcoming)
                 return ended
-            if self._look_after_nodes():
+            # While a generation recovers, its first step needs the processors more than a new standby does.
+            if self._look_after_nodes(refill=self._ledger.open_incident is None):
                 self._running.use_readers(self._readers)
             # Not before the first step: until then a worker may not have its order yet, and would not remember.
             begun = self.step > upcoming.source.step
@@ -379,7 +380,7 @@ class Controller:
 
     # Beside everything
 
-    def _look_after_nodes(self) -> bool:
+    def _look_after_nodes(self, refill: bool = True) -> bool:
         """Admit nodes that joined, take note of what is warm, bring nodes back to strength; whether readers changed."""
         if time.monotonic() < self._next_look:
             return False
@@ -398,7 +399,8 @@ class Controller:
                 self._nodes.lose(name)
         for name in self._nodes.gone():
             self._lose(name)
-        self._nodes.refill()
+        if refill:
+            self._nodes.refill()
         return self._readers.ensure(list(self._nodes))
 
     def _enter(self, state: State) -> None:
