@@ -17,6 +17,7 @@ from orchestrator.config import ScalingConfig
 
 _WORKER_THREADS = 8  # run, fence, quiesced, reports, ping and renew may all be under way at once
 _KEEPER_THREADS = 32
+_ALIVE_AFTER_S = 15.0  # Ray takes some 13 s to know a dead node: one that it lists for longer has only lost processes
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Nodes:
         fresh = [
             node
             for node in living_nodes()
-            if node.ray_id not in used and time.monotonic() - self._lost.get(node.ray_id, -1e9) > 30
+            if node.ray_id not in used and time.monotonic() - self._lost.get(node.ray_id, -1e9) > _ALIVE_AFTER_S
         ]
         admitted = []
         for ray_node in sorted(fresh, key=self.capacity, reverse=True):
