@@ -41,6 +41,11 @@ def connect(address: str | None) -> Iterator[None]:
     another version of Ray.
     """
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    if wanted.startswith(("http://", "https://")):
+        raise ValueError(
+            f"{wanted} is the dashboard of a Ray cluster, which is for 'ray job submit'; to train from here, give the "
+            "address of its head (--address HOST:6379, or auto on one of its nodes)"
+        )
     try:
         ray.init(wanted, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except RuntimeError as error:
