@@ -106,9 +106,7 @@ def test_equal_failures_end_a_job_unless_a_step_comes_between() -> None:
     assert policy.decide("boom", 4) == Go()
     assert policy.decide("boom", 5) == Go(), "a step forward"
     assert policy.decide("boom", 3) == Go(), "falling back to a checkpoint is no step forward"
-    assert policy.decide("boom", 5) == End(
-        "the same failure came 3 times in a row without a step forward: boom"
-    )
+    assert policy.decide("boom", 5) == End("the same failure came 3 times in a row without a step forward: boom")
 
 
 def test_max_failures_counts_all_of_them() -> None:
