@@ -107,6 +107,7 @@ class ElasticTrainer:
 
         ledger = Ledger(folder, note_event)
         status: Any = "failed"
+        error: JobFailed | None = None
         try:
             with connect(address), stop.on_signals():  # in this order: Ray puts handlers of its own in place
                 nodes = Nodes(config.group.scaling, config.orphan_grace_s)
@@ -122,7 +123,6 @@ class ElasticTrainer:
                 controller = Controller(
                     job, program, nodes, readers, ledger, saver, stop, note_step, preferred, is_possible, first
                 )
-                error = None
                 with _cleaned_up(nodes, readers, saver), renewing(nodes, readers, folder, stop, job.orphan_grace_s):
                     try:
                         controller.run()
@@ -137,7 +137,7 @@ class ElasticTrainer:
             # The run's files are the other driver's now; nothing more is written.
             return JobEnd(folder.url, status, last, tuple(ledger.incidents), JobFailed(str(lost)))
         finally:
-            _give_back(folder, acquired, status)
+            _give_back(folder, acquired, status, began=error is not None)
 
     def _resolve_model(self) -> DecoderConfig | Build:
         """The decoder's configuration, or the user's build function, which travels to the workers by value."""
@@ -188,9 +188,9 @@ def _cleaned_up(nodes: Nodes, readers: Readers, saver: Saver) -> Iterator[None]:
         nodes.shut_down()
 
 
-def _give_back(folder: RunFolder, acquired: Acquired, status: Any) -> None:
-    """End the lease; a folder of a new run in which nothing has been decided yet goes again."""
-    if status == "failed" and not acquired.resumed and not folder.read_plans():
+def _give_back(folder: RunFolder, acquired: Acquired, status: Any, began: bool) -> None:
+    """End the lease; the folder of a new run that was refused before it ``began`` goes again."""
+    if status == "failed" and not began and not acquired.resumed and not folder.read_plans():
         shutil.rmtree(folder.url, ignore_errors=True)
     else:
         with contextlib.suppress(LeaseLost):
