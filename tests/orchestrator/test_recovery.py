@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,6 @@ from tests.orchestrator.jobs import (
     assert_same_course,
     job,
     kill,
-    left_behind,
     phases,
     write_text,
 )
@@ -34,12 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left(ray_cluster: LocalCluster) -> Iterator[None]:
-    yield
-    assert left_behind(ray_cluster) == []
-
-
 @pytest.fixture(scope="module")
 def reference(folder: Path, ray_cluster: LocalCluster) -> list[Line]:
     """The metrics of one worker on its own."""
@@ -50,7 +42,7 @@ def reference(folder: Path, ray_cluster: LocalCluster) -> list[Line]:
 
 
 def test_a_lost_node_is_survived_under_another_layout_and_regrown_without_losing_a_step(
-    folder: Path, ray_cluster: LocalCluster, reference: list[Line]
+    folder: Path, cluster: LocalCluster, reference: list[Line]
 ) -> None:
     config = job(
         folder,
@@ -59,18 +51,18 @@ def test_a_lost_node_is_survived_under_another_layout_and_regrown_without_losing
         "layout=[dp2.tp2.pp2, dp3.pp2, dp2.pp2]",
         f"training.max_steps={STEPS}",
     )
-    drive = Drive(config, ray_cluster)
+    drive = Drive(config, cluster)
     since_regrown = 0
     lost: list[str] = []
 
     def on_step(line: Line) -> None:
         nonlocal since_regrown
-        if line["step"] == 5:
+        if line["step"] == 5 and not lost:  # the step may be run again
             assert not drive.checkpoints
             lost.append(drive.mortal[-1])
-            ray_cluster.kill_node(drive.cluster_node(lost[0]))
+            cluster.kill_node(drive.cluster_node(lost[0]))
         if line["world_size"] == 6 and not drive.events("came_back"):
-            ray_cluster.add_nodes(1)
+            cluster.add_nodes(1)
             drive.folder.append_event({"kind": "came_back"})
         since_regrown += line["world_size"] == 8 and bool(drive.events("came_back"))
         if since_regrown == 5:
@@ -97,14 +89,14 @@ def test_a_lost_node_is_survived_under_another_layout_and_regrown_without_losing
     assert not drive.events("fallback")
 
 
-def test_a_killed_and_a_hung_worker_are_replaced_in_place_bit_by_bit(folder: Path, ray_cluster: LocalCluster) -> None:
+def test_a_killed_and_a_hung_worker_are_replaced_in_place_bit_by_bit(folder: Path, cluster: LocalCluster) -> None:
     """Two nodes, two workers and a warm standby each; every rank's boxes are held by a replica."""
     shape = ("scaling={num_workers: 4, standbys_per_node: 1}", "layout=r2.dp2", "training.max_steps=30")
     bound_s = 2.0
-    undisturbed = Drive(job(folder, "undisturbed", *shape, "scaling.standbys_per_node=0"), ray_cluster)
+    undisturbed = Drive(job(folder, "undisturbed", *shape, "scaling.standbys_per_node=0"), cluster)
     assert undisturbed.run().error is None
 
-    drive = Drive(job(folder, "worker", *shape, f"run.failure_config.detect_bound_s={bound_s}"), ray_cluster)
+    drive = Drive(job(folder, "worker", *shape, f"run.failure_config.detect_bound_s={bound_s}"), cluster)
     killed: dict[int, int] = {}
     pids: dict[int, list[int]] = {}
     stopped_at = 0.0
@@ -112,14 +104,14 @@ def test_a_killed_and_a_hung_worker_are_replaced_in_place_bit_by_bit(folder: Pat
     def on_step(line: Line) -> None:
         nonlocal stopped_at
         step = line["step"]
-        if step == 5:
+        if step == 5 and step not in killed:
             pids[step] = drive.pids()
             killed[step] = drive.signal_worker(3)  # on one node ...
-        if step == 12:
+        if step == 12 and step not in killed:
             pids[step] = drive.pids()
             stopped_at = time.time()
             killed[step] = drive.signal_worker(0, signal.SIGSTOP)  # ... and on the other
-        if step == 20:
+        if step == 20 and step not in pids:
             pids[step] = drive.pids()
             kill(drive.readers())
 

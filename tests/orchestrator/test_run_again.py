@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from checkpointing.durable import step_of
 from orchestrator.cli import main
 from orchestrator.local_cluster import LocalCluster
-from tests.orchestrator.jobs import Drive, assert_every_step_once, job, left_behind, wait_until, write_text
+from tests.orchestrator.jobs import Drive, assert_every_step_once, job, wait_until, write_text
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +21,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("again")
     write_text(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(ray_cluster: LocalCluster) -> Iterator[None]:
-    yield
-    assert left_behind(ray_cluster) == []
 
 
 class Train:
@@ -69,9 +62,9 @@ def end_of(driver: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_stop_interrupt_resume_and_what_is_refused(
-    folder: Path, ray_cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+    folder: Path, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = Train(folder, ray_cluster)
+    train = Train(folder, cluster)
     drive = train.drive
 
     def refused(*options: str) -> str:
@@ -111,7 +104,7 @@ def test_stop_interrupt_resume_and_what_is_refused(
         event["step"] for event in drive.events("ended")[:-1]
     )
 
-    straight = Drive(job(folder, "straight", f"training.max_steps={end}"), ray_cluster)
+    straight = Drive(job(folder, "straight", f"training.max_steps={end}"), cluster)
     assert straight.run().error is None
     assert_every_step_once(drive.metrics, end)
     same = ("step", "batch_digest", "loss", "grad_norm", "lr", "total_tokens")
@@ -134,14 +127,14 @@ def test_refusals_before_anything_starts(
     sentence: str,
     tmp_path: Path,
     folder: Path,
-    ray_cluster: LocalCluster,
+    cluster: LocalCluster,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exit code 2, one sentence; no run folder, no actor."""
     write_text(tmp_path)
     (tmp_path / "job.yaml").write_text(job(tmp_path, "refused").to_yaml())
     options = [part for setting in settings for part in ("--set", setting)]
-    assert main(["train", str(tmp_path / "job.yaml"), "--address", ray_cluster.address, *options]) == 2
+    assert main(["train", str(tmp_path / "job.yaml"), "--address", cluster.address, *options]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
     assert not list(tmp_path.glob("runs/*"))
