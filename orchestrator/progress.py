@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 _STEP_LINE_EVERY_S = 1.0
+_CAUSE_CHARACTERS = 160
 
 
 def progress_line(line: dict[str, Any]) -> str:
@@ -38,7 +39,7 @@ def event_line(event: dict[str, Any]) -> str | None:
         case "fallback":
             return f"going back to the checkpoint of step {event['step']}: {event['cause']}"
         case "start_failed":
-            return f"{event['what']} failed to start: {_first_line(event['cause'])}"
+            return f"{event['what']} failed to start: {_short(event['cause'])}"
         case "checkpoint_damaged":
             return f"left out a damaged checkpoint: {event['cause']}"
         case "checkpoint_failed":
@@ -49,7 +50,7 @@ def event_line(event: dict[str, Any]) -> str | None:
 
 
 def _incident_line(event: dict[str, Any]) -> str:
-    what = f"incident {event['incident']}, {event['kind']} ({_first_line(event['cause'])})"
+    what = f"incident {event['incident']}, {event['kind']} ({_short(event['cause'])})"
     if event.get("outcome") != "recovered":
         return f"{what}: {event.get('ended') or 'overtaken by the next one'}"
     return (
@@ -64,10 +65,11 @@ def end_line(path: str, status: str, metrics: dict[str, Any], num_incidents: int
     return f"{status} {reached}, {num_incidents} incidents; the run's folder is {path}"
 
 
-def _first_line(cause: str) -> str:
-    """The part of a cause that fits on a line: of a traceback, the error it ends with."""
+def _short(cause: str) -> str:
+    """A cause cut to one line: of a traceback, where it was and the error at its end. events.jsonl has all of it."""
     lines = cause.strip().splitlines() or [""]
-    return lines[0] if len(lines) == 1 else f"{lines[0].split(':')[0]}: {lines[-1]}"
+    line = lines[0] if len(lines) == 1 else f"{lines[0].removesuffix(':')}: {lines[-1]}"
+    return line if len(line) <= _CAUSE_CHARACTERS else f"{line[:_CAUSE_CHARACTERS]} ..."
 
 
 class StepLines:
