@@ -27,9 +27,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A cluster of one node: the jobs of these tests need no more."""
-    with local_cluster(num_nodes=1, cpus_per_node=4) as cluster:
-        yield cluster.address
+    """A cluster of one node, whose processes find our code whatever folder the driver is in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with local_cluster(num_nodes=1, cpus_per_node=4) as cluster:
+            yield cluster.address
 
 
 def load(path: Path) -> ModuleType:
