@@ -206,7 +206,7 @@ def test_example_own_module(tmp_path: Path, address: str) -> None:
 
 @pytest.mark.parametrize(
     ("example", "layout", "size"),
-    [("quick.yaml", "dp2", ()), ("hybrid.yaml", "tp2·pp2", ("layout=tp2.pp2", "scaling.num_workers=4"))],
+    [("quick.yaml", "dp2", ()), ("hybrid.yaml", "pp2·tp2", ("layout=tp2.pp2", "scaling.num_workers=4"))],
 )
 def test_example(example: str, layout: str, size: tuple[str, ...], tmp_path: Path, address: str) -> None:
     """The examples with fewer steps of fewer tokens on fewer workers, half a CPU each."""
