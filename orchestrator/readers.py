@@ -24,13 +24,17 @@ class Readers:
         self._args = [ray.put(arg) for arg in reader_args]
         self._lock = threading.Lock()  # leases are renewed, and dead readers found, by another thread
         self._actors: list[tuple[str, Any]] = []
+        self._starting: dict[Any, Any] = {}  # actor -> the call that returns once it can serve
 
     def ensure(self, nodes: list[Node]) -> bool:
-        """Drop readers of lost nodes and start what is missing, in the background; whether anything changed."""
+        """Drop readers of lost nodes and start what is missing, in the background; whether ``preference`` changed."""
         with self._lock:
             before = list(self._actors)
             names = {node.name for node in nodes}
             self._actors = [(name, actor) for name, actor in before if name in names]
+            starting = {actor: self._starting[actor] for _, actor in self._actors if actor in self._starting}
+            self._starting = {actor: call for actor, call in starting.items() if not ray.wait([call], timeout=0)[0]}
+            began = len(self._starting) < len(starting)
             for name, actor in before:
                 if name not in names:
                     ray.kill(actor)  # its node may be lost to the job and still run
@@ -38,15 +42,17 @@ class Readers:
                 load = {node.name: sum(name == node.name for name, _ in self._actors) for node in nodes}
                 node = min(nodes, key=lambda node: load[node.name])
                 self._actors.append((node.name, self._start(node)))
-            return self._actors != before
+            return began or self._actors != before
 
     def _start(self, node: Node) -> Any:
-        return ReaderActor.options(
+        actor = ReaderActor.options(
             num_cpus=0,
             lifetime="detached",
             max_concurrency=_READER_THREADS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_node.ray_id, soft=True),
         ).remote(self._grace_s, *self._args)
+        self._starting[actor] = actor.ready.remote()
+        return actor
 
     def check(self) -> None:
         """Wait until every reader can serve. Raises ValueError with the sentence of a reader that cannot begin (a text
@@ -64,8 +70,13 @@ class Readers:
             self._actors = [(name, actor) for name, actor in self._actors if actor not in dead]
 
     def preference(self, node: str) -> tuple[Any, ...]:
-        """Reader handles for a worker on ``node``: its own node's first."""
-        return tuple(actor for _, actor in sorted(self._actors, key=lambda entry: entry[0] != node))
+        """Reader handles for a worker on ``node``: those that can serve first, of these its own node's."""
+
+        def rank(entry: tuple[str, Any]) -> tuple[bool, bool]:
+            name, actor = entry
+            return actor in self._starting, name != node
+
+        return tuple(actor for _, actor in sorted(self._actors, key=rank))
 
     def renew(self) -> list[tuple[Any, Any]]:
         """Renew every lease; (actor, call) pairs, not waited for."""
