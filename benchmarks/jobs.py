@@ -57,8 +57,7 @@ class Job:
         deadline = time.monotonic() + timeout_s
         while (found := look()) is None:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                told = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-                raise RuntimeError(f"waited in vain for {what}; the driver's last lines:\n{told}")
+                raise RuntimeError(f"waited in vain for {what}; {self._last_lines()}")
             time.sleep(_POLL_S)
         return found
 
@@ -77,9 +76,11 @@ class Job:
         except subprocess.TimeoutExpired:
             code = None
         if code != 0:
-            told = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise RuntimeError(f"the driver ended with {code}; its last lines:\n{told}")
+            raise RuntimeError(f"the driver ended with {code}; {self._last_lines()}")
         return self.steps.read()
+
+    def _last_lines(self) -> str:
+        return "the driver's last lines:\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
 @contextlib.contextmanager

@@ -79,7 +79,8 @@ class _Bench:
             "every step": {"survive": 1, "snapshot_every": 1},
             "auto": {"survive": 1, "snapshot_every": "auto"},
         }
-        off, on = [], {name: [] for name in settings}
+        off: list[OurRun] = []
+        on: dict[str, list[OurRun]] = {name: [] for name in settings}
         for _ in range(self._repeats):
             off.append(self._ours(cluster, self._job(layout, size, _OFF)))
             for name, protection in settings.items():

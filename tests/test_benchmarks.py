@@ -1,4 +1,4 @@
-"""The benchmarks themselves: rows, how incidents are read from a job's lines, and that both sides get the same input."""
+"""The benchmarks themselves: rows, how incidents are read from a job's lines, the same input for both sides."""
 
 from __future__ import annotations
 
