@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from orchestrator.actors import NAMESPACE
 
 DOMAIN_LABEL = "planaria.io/failure-domain"
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ def connect(address: str | None) -> Iterator[None]:
             f"{wanted} is the dashboard of a Ray cluster, which is for 'ray job submit'; to train from here, give the "
             "address of its head (--address HOST:6379, or auto on one of its nodes)"
         )
+    _refuse_dead(wanted)
     try:
         ray.init(wanted, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except RuntimeError as error:
@@ -58,6 +61,17 @@ def connect(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _refuse_dead(address: str) -> None:
+    """Ray itself tries for two minutes, and then ends the process."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()) or "://" in address:
+        return
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise ValueError(f"no Ray cluster answers at {address}: {error}") from None
 
 
 def lasting_path(path: str) -> str:
