@@ -26,6 +26,12 @@ def event_line(event: dict[str, Any]) -> str | None:
     if "incident" in event:
         return _incident_line(event)
     match event["kind"]:
+        case "plan":
+            spares = f" ({len(event['spares'])} spare)" if event["spares"] else ""
+            survives = "any one node" if event["survives"] else "worker processes only: copies need a second node"
+            return (
+                f"{event['layout']} on {len(event['members'])} workers{spares}; memory survives the loss of {survives}"
+            )
         case "resumed":
             return f"going on from the checkpoint of step {event['step']}"
         case "node_lost":
@@ -50,7 +56,9 @@ def event_line(event: dict[str, Any]) -> str | None:
 
 
 def _incident_line(event: dict[str, Any]) -> str:
-    what = f"incident {event['incident']}, {event['kind']} ({_short(event['cause'])})"
+    lost = event["nodes"] or event["workers"]
+    why = f"lost {', '.join(lost)}" if lost else _short(event["cause"])
+    what = f"incident {event['incident']}, {event['kind']} ({why})"
     if event.get("outcome") != "recovered":
         return f"{what}: {event.get('ended') or 'overtaken by the next one'}"
     return (
