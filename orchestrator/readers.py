@@ -49,7 +49,8 @@ class Readers:
             num_cpus=0,
             lifetime="detached",
             max_concurrency=_READER_THREADS,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_node.ray_id, soft=True),
+            # Hard: a reader somewhere else would be missed when that node dies.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_node.ray_id, soft=False),
         ).remote(self._grace_s, *self._args)
         self._starting[actor] = actor.ready.remote()
         return actor

@@ -101,6 +101,7 @@ class _Training:
             data_size=order.layout.data_size,
             data_rank=order.layout.data_rank(order.layout.coordinates(order.rank)),
             micro_batch_rows=order.program.training.micro_batch_rows,
+            timeout_s=order.detect_bound_s,
         )
         self._closers.append(self.client.close)
         fence.on_trip(self.client.interrupt)
