@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from checkpointing.keeper import Keeper
+from orchestrator.environment import code_digest
 from pipelines.reader import Reader
 from workers.rendezvous import Spaces
 
@@ -94,7 +95,8 @@ class WorkerActor(Lease):
         self._worker = Worker(device_index, num_threads)
 
     def warm_up(self) -> dict[str, Any]:
-        return self._worker.warm_up()
+        """As `Worker.warm_up`, and the digest of the code that this process runs."""
+        return {**self._worker.warm_up(), "code_digest": code_digest()}
 
     def describe(self, program: Any) -> Any:
         return self._worker.describe(program)

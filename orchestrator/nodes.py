@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from orchestrator.actors import KeeperActor, WorkerActor
 from orchestrator.cluster import RayNode, living_nodes
 from orchestrator.config import ScalingConfig
+from orchestrator.environment import code_digest
 
 _WORKER_THREADS = 8  # run, fence, quiesced, reports, ping and renew may all be under way at once
 _KEEPER_THREADS = 32
@@ -65,6 +66,7 @@ class Nodes:
         self._nodes: dict[str, Node] = {}
         self._num_named = 0
         self._lost: dict[str, float] = {}
+        self._code_digest = code_digest()
         self.per_worker = _resources_per_worker(scaling)
 
     def __iter__(self) -> Iterator[Node]:
@@ -188,6 +190,10 @@ class Nodes:
                 except ray.exceptions.RayError as error:
                     self.drop_worker(handle)
                     failed.append((handle.id, f"it did not start: {type(error).__name__}: {error}"))
+                    continue
+                if facts["code_digest"] != self._code_digest:
+                    self.drop_worker(handle)
+                    failed.append((handle.id, "its node has another version of Planaria's code than the driver"))
                     continue
                 handle.pid, handle.warming = facts["pid"], None
                 ready.append(handle.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import statistics
@@ -26,7 +27,8 @@ from orchestrator.runfolder import RunFolder
 from orchestrator.trainer import ElasticTrainer, JobEnd
 
 Line = dict[str, Any]
-R = 1e-5  # how far a loss may be from that of another layout, relative (fp32)
+# How far a loss may be from that of another layout, relative. `make prove` shows in fp64 that it is all rounding.
+PRECISION, R = ("fp64", 1e-10) if os.environ.get("PLANARIA_PROVE") == "1" else ("fp32", 1e-5)
 
 
 def write_text(folder: Path) -> Path:
@@ -52,7 +54,7 @@ def job(folder: Path, name: str, *overrides: str) -> JobConfig:
         "layout": "1",
         "model": {"dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64},
         "data": {"text": str(folder / "text"), "seq_len": 32, "vocab_size": 512, "num_readers": 1},
-        "training": {"max_steps": 25, "global_batch_rows": 12, "micro_batch_rows": 2},
+        "training": {"max_steps": 25, "global_batch_rows": 12, "micro_batch_rows": 2, "precision": PRECISION},
         "optimizer": {"lr": 1e-3, "decay_steps": 1000},
         "orphan_grace_s": 5.0,
     }
