@@ -29,7 +29,12 @@ class LocalCluster:
 
     def _add(self, head: bool = False) -> Any:
         where = {"temp_dir": self._temp_dir, "include_dashboard": False} if head else {}
-        return self._cluster.add_node(num_cpus=self._cpus, object_store_memory=_OBJECT_STORE_BYTES, **where)
+        return self._cluster.add_node(
+            num_cpus=self._cpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            dashboard_agent_listen_port=0,  # the default port belongs to a cluster that the user may have
+            **where,
+        )
 
     @property
     def address(self) -> str:

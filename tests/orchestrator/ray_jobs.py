@@ -94,6 +94,7 @@ def head_node(environment: Path, num_cpus: int) -> Iterator[Head]:
     port, dashboard_port, client_port = _free_port(), _free_port(), _free_port()
     where = ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder / 'ray'}"]
     dashboard = ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
+    dashboard.append(f"--dashboard-agent-listen-port={_free_port()}")  # jobs start there; its default may be taken
     size = [f"--num-cpus={num_cpus}", "--object-store-memory=150000000"]
     where.append(f"--ray-client-server-port={client_port}")
     where.append(f"--system-config={_FIND_DEAD_NODES_SOON}")
