@@ -91,6 +91,10 @@ class JobConfig(JobSection):
             raise ConfigError(
                 "data.eval_fraction", f"is 0, so nothing is held out for training.eval_every={training.eval_every}"
             )
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            raise ConfigError(
+                "optimizer.betas", f"is {list(self.optimizer.betas)}; allowed: two numbers from 0 to less than 1"
+            )
         if self.protection.snapshot_every != "auto" and self.protection.snapshot_every < 1:
             raise ConfigError(
                 "protection.snapshot_every",
@@ -105,7 +109,10 @@ class JobConfig(JobSection):
 
         Raises ConfigError for what is wrong in it and FileNotFoundError (or another OSError) when it cannot be read.
         """
-        data = load_yaml(Path(path).read_text(encoding="utf-8"))
+        try:
+            data = load_yaml(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError("", f"{path} is not UTF-8 text (byte {error.start})") from None
         return cls.from_dict(_mapping({} if data is None else data), overrides)
 
     @classmethod
@@ -119,7 +126,10 @@ class JobConfig(JobSection):
         for key in merged:
             if not isinstance(key, str):
                 raise ConfigError(str(key), "is not text; keys of a job are text")
-        return cls(**merged)
+        try:
+            return cls(**merged)
+        except RecursionError:
+            raise ConfigError("", "a job is nested too deeply, or a YAML alias in it holds itself") from None
 
     def with_overrides(self, overrides: Iterable[str]) -> JobConfig:
         """This job with ``["training.max_steps=5", ...]`` set; values are YAML."""

@@ -23,6 +23,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
+            if not isinstance(key, str):
+                raise ConfigError(str(key), "is not text; keys of a job are text")
+        for key in keys:
             if keys.count(key) > 1:
                 raise ConfigError(str(key), f"is given twice (line {node.start_mark.line + 1} onwards)")
         return super().construct_mapping(node, deep)
@@ -50,7 +53,10 @@ def load_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"in line {mark.line + 1}" if mark else "somewhere"
-        raise ConfigError("", f"this is not YAML: {getattr(error, 'problem', None) or error} {where}") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError("", f"this is not YAML: {problem} {where}") from None
+    except RecursionError:
+        raise ConfigError("", "this YAML is nested too deeply") from None
 
 
 def dump_yaml(data: Any) -> str:

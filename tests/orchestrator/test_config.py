@@ -29,6 +29,7 @@ texts = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
 )
 positive = st.floats(1e-12, 1e12)
+shares = st.floats(0, 0.999)
 jobs = st.fixed_dictionaries(
     {
         "run": st.fixed_dictionaries(
@@ -47,7 +48,7 @@ jobs = st.fixed_dictionaries(
         "training": st.fixed_dictionaries(
             {"max_steps": st.integers(1, 10**12)}, optional={"max_time_s": positive, "seed": st.integers(0, 2**63)}
         ),
-        "optimizer": st.fixed_dictionaries({"lr": positive, "betas": st.tuples(positive, positive)}),
+        "optimizer": st.fixed_dictionaries({"lr": positive, "betas": st.tuples(shares, shares)}),
         "data": st.fixed_dictionaries({"text": texts | st.tuples(texts, texts)}),
         "protection": st.fixed_dictionaries({"snapshot_every": st.just("auto") | st.integers(1, 100)}),
     }
@@ -181,6 +182,7 @@ def test_a_misspelt_key_names_the_right_one(key: str, data: st.DataObject) -> No
         (["scaling.num_workers=[8, 2]"], "scaling.num_workers is (8, 2); allowed: a whole number of at least 1, "),
         (["run.failure_config.max_failures=-2"], "run.failure_config.max_failures is -2; allowed: a whole number ("),
         (["optimizer.betas=0.9"], "optimizer.betas is 0.9; allowed: a list of 2, each a number"),
+        (["optimizer.betas=[0.9, 1]"], "optimizer.betas is [0.9, 1.0]; allowed: two numbers from 0 to less than 1"),
         (["optimizer.lr=.inf"], "optimizer.lr is inf; allowed: finite numbers"),
         (["model=decoder"], "model is 'decoder'; allowed: a mapping of DecoderConfig or 'package.module:build'"),
         (["model=3"], "model is 3; allowed: a mapping with the keys dim, "),
@@ -207,6 +209,10 @@ def test_a_misspelt_key_names_the_right_one(key: str, data: st.DataObject) -> No
         (["nothing"], "--set nothing: write it as key=value"),
         (["training={a: 1, a: 2}"], "a is given twice"),
         (["training=[1"], "this is not YAML"),
+        (["training=\0"], "this is not YAML: unacceptable character"),
+        (["run={2020-01-01: 3}"], "2020-01-01 is not text; keys of a job are text"),
+        (["run=&a [*a]"], "a job is nested too deeply, or a YAML alias in it holds itself"),
+        (["run=" + "[" * 5000], "this YAML is nested too deeply"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(overrides: list[str], sentence: str) -> None:
@@ -214,6 +220,12 @@ def test_a_mistake_is_one_sentence(overrides: list[str], sentence: str) -> None:
         JobConfig.from_dict(MINIMAL, overrides)
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
+
+
+def test_a_job_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"run: \xff")
+    with pytest.raises(ConfigError, match=r"job\.yaml is not UTF-8 text \(byte 5\)$"):
+        JobConfig.from_yaml(tmp_path / "job.yaml")
 
 
 def test_sections_built_in_python_speak_alike() -> None:
