@@ -135,7 +135,7 @@ def commit(attempt: Path, schema: Schema, snapshot: Snapshot, files: Iterable[Ma
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Folders of committed checkpoints, oldest step first, damaged ones included."""
-    found = [path for path in directory.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+    found = [path for path in directory.glob("step-*") if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 

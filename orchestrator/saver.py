@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ray
 
-from checkpointing.durable import StateLost, begin, commit, list_checkpoints, plan_shares, retain, step_of
+from checkpointing.durable import StateLost, begin, clean, commit, list_checkpoints, plan_shares, retain, step_of
 from checkpointing.holding import HoldingUnusable
 from checkpointing.schema import Schema
 from checkpointing.transfer import Holding
@@ -89,12 +89,15 @@ class Saver:
         shares = plan_shares(schema, state)
         self.directory.mkdir(parents=True, exist_ok=True)
         attempt = begin(self.directory, step)
-        written = ray.get(
-            [
-                keepers[node].write_durable.remote(step, generation, str(attempt), share)
-                for node, share in shares.items()
-            ]
-        )
-        path = commit(attempt, schema, state[0].snapshot, [entry for entries in written for entry in entries])
+        writing = [
+            keepers[node].write_durable.remote(step, generation, str(attempt), share) for node, share in shares.items()
+        ]
+        try:
+            written = ray.get(writing)
+            path = commit(attempt, schema, state[0].snapshot, [entry for entries in written for entry in entries])
+        except BaseException:
+            ray.wait(writing, num_returns=len(writing))  # a keeper that still writes would make its files again
+            clean(self.directory)  # on a full disk, half a checkpoint is in the way of what comes next
+            raise
         retain(self.directory, self._num_to_keep)
         return path

@@ -118,6 +118,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named(tmp_path: Path) -> None:
 
 def test_missing_and_cut_files_are_named_and_the_next_older_checkpoint_is_taken(tmp_path: Path) -> None:
     old, middle, new = save(tmp_path, 1), save(tmp_path, 2), save(tmp_path, 3)
+    (tmp_path / "step-00000004").touch()  # a file is no checkpoint
     assert durable.list_checkpoints(tmp_path) == [old, middle, new]
     assert durable.newest_verified(tmp_path) == (new, ())
     gone = sorted((new / "data").glob("*.safetensors"))[0]

@@ -1,0 +1,44 @@
+"""A checkpoint that cannot be written costs no training and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from orchestrator import saver as saver_module
+from orchestrator.ledger import Ledger
+from orchestrator.runfolder import RunFolder
+from orchestrator.saver import Saver
+
+
+def test_half_a_checkpoint_is_removed_once_nobody_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[Path] = []
+    waited: list[int] = []
+
+    def write_durable(step: int, generation: int, attempt: str, share: Any) -> str:
+        attempts.append(Path(attempt))
+        (Path(attempt) / "data" / "half.safetensors").write_bytes(b"half")
+        return attempt
+
+    def get(refs: list[str]) -> None:
+        raise RayError("No space left on device")
+
+    def wait(refs: list[str], num_returns: int) -> None:
+        assert all(attempt.exists() for attempt in attempts)
+        waited.append(num_returns)
+
+    fake_ray = SimpleNamespace(get=get, wait=wait, exceptions=SimpleNamespace(RayError=RayError))
+    monkeypatch.setattr(saver_module, "ray", fake_ray)
+    monkeypatch.setattr(saver_module, "plan_shares", lambda schema, state: {"node-1": (), "node-2": ()})
+    folder = RunFolder(str(tmp_path), "run")
+    keeper = SimpleNamespace(write_durable=SimpleNamespace(remote=write_durable))
+    saver = Saver(folder, None, Ledger(folder))
+
+    assert saver._try(SimpleNamespace(), {"node-1": keeper, "node-2": keeper}, [], 1, 5) is None
+    assert waited == [2] and attempts and not list(saver.directory.iterdir())
+    (event,) = folder.read_events()
+    assert (event["kind"], event["step"], event["cause"]) == ("checkpoint_failed", 5, "No space left on device")
