@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         # Ray wraps what a remote method raised; the sentence for the user is inside.
         return _fail(str(getattr(error, "cause", None) or error), code=2)
+    except OSError as error:  # a full disk, a folder that went away: nothing that the input could have told
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
 
 
 def _fail(sentence: str, code: int = 1) -> int:

@@ -57,6 +57,10 @@ def connect(address: str | None) -> Iterator[None]:
         raise
     except ConnectionError as error:
         raise ValueError(f"no Ray cluster answers at {wanted}: {error}") from None
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        raise ConnectionError(f"Ray did not start in time (is this machine very busy?): {error}") from None
     try:
         yield
     finally:

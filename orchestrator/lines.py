@@ -50,7 +50,10 @@ class FileLines:
                 self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the log
                 if torn and self._path.stat().st_size:
                     self._file.write(b"\n")
-            self._file.write(_encode(line))
+            try:
+                self._file.write(_encode(line))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def flush(self, *, force: bool = False) -> None:
         """Nothing waits."""

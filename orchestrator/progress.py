@@ -61,6 +61,8 @@ def _incident_line(event: dict[str, Any]) -> str:
     what = f"incident {event['incident']}, {event['kind']} ({why})"
     if event.get("outcome") != "recovered":
         return f"{what}: {event.get('ended') or 'overtaken by the next one'}"
+    if event["layout_after"] is None:
+        return f"{what}: no step was made after it"
     return (
         f"{what}: {event['layout_before']} -> {event['layout_after']} on {event['num_workers']} workers in "
         f"{event['seconds']:.2f} s, state from {event['source_tier']}, {event['steps_run_again']} steps run again"

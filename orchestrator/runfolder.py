@@ -88,7 +88,7 @@ class RunFolder:
         A live driver, a finished run without ``resume`` and another job's run are refused; an unfinished run of the
         same job is taken over.
         """
-        before = read_lease(self._storage)
+        before = self._read_lease()
         if before is not None and before.live:
             left = max(before.expires - time.time(), 0)
             raise RunRefused(
@@ -133,7 +133,16 @@ class RunFolder:
     @property
     def lease(self) -> Lease | None:
         """This driver's lease, or the newest one when this is not the driver."""
-        return self._lease or read_lease(self._storage)
+        return self._lease or self._read_lease()
+
+    def _read_lease(self) -> Lease | None:
+        try:
+            return read_lease(self._storage)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunRefused(
+                f"the newest file in {self.location('lease')} is damaged ({_brief(error)}); "
+                "remove it if no driver is at work"
+            ) from None
 
     def renew(self) -> None:
         """Keep the lease, and write lines that have waited. Raises LeaseLost when another driver has taken over."""
@@ -184,7 +193,10 @@ class RunFolder:
         if data is None:
             data = make().encode()
             self._storage.write(name, data)
-        return data.decode()
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise RunRefused(f"{self.location(name)} is damaged: {_brief(error)}") from None
 
     @contextmanager
     def probe(self) -> Iterator[str]:
@@ -201,7 +213,10 @@ class RunFolder:
 
     def read_job(self) -> JobConfig | None:
         data = self._storage.read("job.yaml")
-        return None if data is None else JobConfig.from_text(data.decode())
+        try:
+            return None if data is None else JobConfig.from_text(data.decode())
+        except ValueError as error:
+            raise RunRefused(f"{self.location('job.yaml')} cannot be read: {_brief(error)}") from None
 
     def read_plans(self) -> dict[int, Any]:
         return {int(generation): plan for generation, plan in self._read_json("plan.json").get("plans", {}).items()}
@@ -226,7 +241,14 @@ class RunFolder:
 
     def _read_json(self, name: str) -> dict[str, Any]:
         data = self._storage.read(name)
-        return {} if data is None else dict(json.loads(data))
+        try:
+            return {} if data is None else dict(json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise RunRefused(f"{self.location(name)} is damaged: {_brief(error)}") from None
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def new_run_name() -> str:

@@ -101,10 +101,14 @@ class LocalStorage:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(draft, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a full disk is not helped by what did not fit
+            draft.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from None
         return draft
 
 

@@ -87,7 +87,10 @@ class ElasticTrainer:
             corpus.require_held_out(config.data.eval_fraction)
         model = self._resolve_model()
         preferred, is_possible = _layouts(config, model)
-        acquired = folder.acquire(config, resume=resume)
+        try:
+            acquired = folder.acquire(config, resume=resume)
+        except OSError as error:
+            raise ValueError(f"run.storage_path {storage_path} cannot be used: {error.strerror}") from None
         job = acquired.job
         stop = StopRequest(folder, config.training.max_time_s)
         callbacks = Callbacks(config.run.callbacks, RunContext(folder.name, config.run, config.group.scaling))

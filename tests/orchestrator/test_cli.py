@@ -84,7 +84,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             asked["options"] = options
             on_step({"message": "starting"})
             on_step({"step": 1, "loss": 2.0, "step_time_s": 0.5, "layout": "dp2", "world_size": 2})
-            if isinstance(asked["error"], ValueError):
+            if isinstance(asked["error"], (ValueError, OSError)):
                 raise asked["error"]
             metrics = {"step": 1, "loss": 2.0}
             return SimpleNamespace(path="/x", status="finished", metrics=metrics, incidents=(), error=asked["error"])
@@ -126,7 +126,10 @@ def test_train_passes_on_what_was_said(
     assert trained["folders"] == [job.parent]
 
 
-@pytest.mark.parametrize(("error", "code"), [(RuntimeError("it broke"), 1), (ValueError("it is wrong"), 2)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RuntimeError("it broke"), 1), (ValueError("it is wrong"), 2), (OSError("the disk is full"), 1)],
+)
 def test_exit_codes_of_train(
     job: Path, trained: dict[str, Any], capsys: pytest.CaptureFixture[str], error: Exception, code: int
 ) -> None:
@@ -150,6 +153,16 @@ def test_wrong_input_is_exit_code_2(
 ) -> None:
     assert main([str(job) if argument == "JOB" else argument for argument in arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_storage_path_that_is_a_file_is_exit_code_2(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").touch()
+    (tmp_path / "text.txt").write_text("a little text\n")
+    arguments = ["--set", f"run.storage_path={tmp_path / 'taken'}", "--text", str(tmp_path / "text.txt")]
+    assert main(["train", str(job), *arguments]) == 2
+    assert capsys.readouterr().err.endswith("taken cannot be used: Not a directory\n")
 
 
 def test_status_of_a_run_at_work_and_after(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -222,6 +223,30 @@ def test_a_step_that_ran_again_counts_with_its_last_generation(tmp_path: Path) -
     for step, generation in [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3), (3, 2), (4, 3)]:
         run.append_metrics({"step": step, "generation": generation})
     assert [(line["step"], line["generation"]) for line in run.read_metrics()] == [(1, 1), (2, 2), (3, 3), (4, 3)]
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "plan.json", "environment.json", "lease/00000001.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"[1]"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    run = folder(tmp_path)
+    run.acquire(JOB)
+    run.finish("stopped")
+    (tmp_path / "run" / name).write_bytes(content)
+    with pytest.raises(RunRefused, match=name.partition("/")[0]) as caught:
+        folder(tmp_path).acquire(JOB)
+        folder(tmp_path).read_plans()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (LocalStorage(tmp_path).write, LocalStorage(tmp_path).create):
+        with pytest.raises(OSError, match="No space left on device: '.*/file'"):
+            write("file", b"data")
+    assert not list(tmp_path.iterdir())
 
 
 def test_plans_are_kept_by_generation(tmp_path: Path) -> None:
