@@ -78,7 +78,8 @@ def end_line(path: str, status: str, metrics: dict[str, Any], num_incidents: int
 def _short(cause: str) -> str:
     """A cause cut to one line: of a traceback, where it was and the error at its end. events.jsonl has all of it."""
     lines = cause.strip().splitlines() or [""]
-    line = lines[0] if len(lines) == 1 else f"{lines[0].removesuffix(':')}: {lines[-1]}"
+    where = lines[0].replace("Traceback (most recent call last):", "").strip(" :")
+    line = lines[0] if len(lines) == 1 else f"{where}: {lines[-1]}"
     return line if len(line) <= _CAUSE_CHARACTERS else f"{line[:_CAUSE_CHARACTERS]} ..."
 
 
