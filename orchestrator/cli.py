@@ -214,7 +214,7 @@ def _open_run(run: str) -> Any:
 
 
 def _reserve(name: str, purpose: str) -> None:
-    @cli.command(name, help=f"{purpose} (Not available yet.)", context_settings={"ignore_unknown_options": True})
+    @cli.command(name, help=f"Not available yet. {purpose}", context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def reserved(arguments: tuple[str, ...]) -> int:
         return _fail(f"'planaria {name}' is not available in this version", code=2)

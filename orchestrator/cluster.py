@@ -10,11 +10,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from orchestrator.actors import NAMESPACE
+from orchestrator.scratch import ray_files
 
 DOMAIN_LABEL = "planaria.io/failure-domain"
 _ANSWER_S = 5.0
@@ -49,8 +51,18 @@ def connect(address: str | None) -> Iterator[None]:
             "address of its head (--address HOST:6379, or auto on one of its nodes)"
         )
     _refuse_dead(wanted)
+    if wanted == "local":
+        with ray_files(), _initialised(wanted, include_dashboard=False):
+            yield
+    else:
+        with _initialised(wanted):
+            yield
+
+
+@contextlib.contextmanager
+def _initialised(wanted: str, **options: Any) -> Iterator[None]:
     try:
-        ray.init(wanted, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(wanted, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
     except RuntimeError as error:
         if "ersion mismatch" in str(error):
             raise ValueError(f"the cluster at {wanted} runs another version of Ray or Python: {error}") from None

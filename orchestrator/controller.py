@@ -90,7 +90,10 @@ class Controller:
 
     def run(self) -> None:
         self._enter(State.PLANNING)
-        self._schema = self._start()
+        schema = self._start()
+        if schema is None:
+            return
+        self._schema = schema
         source = self._first_source()
         while not self._config.training.is_over(source.step, source.tokens):
             upcoming = self._replan(source)
@@ -113,11 +116,15 @@ class Controller:
 
     # Start
 
-    def _start(self) -> Schema:
-        """Admit the nodes there are and wait until their workers are warm; one of them works out the schema."""
+    def _start(self) -> Schema | None:
+        """Admit the nodes there are and wait until their workers are warm; one of them works out the schema.
+
+        None when the job is to stop before that.
+        """
         self._enter(State.STARTING)
         while True:
-            self._warm_up()
+            if not self._warm_up():
+                return None
             try:
                 self._readers.check()
                 self._saver.check_shared(self._nodes)
@@ -126,8 +133,8 @@ class Controller:
             except ray.exceptions.RayActorError:
                 self._forget(*call_roll(self._nodes))  # somebody died before the first step: go on with the others
 
-    def _warm_up(self) -> None:
-        """Wait until all workers of the nodes there are have started, and there are enough of them."""
+    def _warm_up(self) -> bool:
+        """Wait until all workers of the nodes there are have started and there are enough. False: stop instead."""
         minimum = self._config.group.scaling.min_workers
         self._look_after_nodes()
         while (
@@ -135,11 +142,12 @@ class Controller:
             or len(self._nodes.ready_workers()) < minimum
         ):
             if self._stop.check():
-                raise JobFailed(f"stopped while starting ({self._stop.reason})")
+                return False
             if self._num_failed_starts >= _MOST_FAILED_STARTS:
                 raise JobFailed(f"workers do not start: {self._failed_start}")
             self._look_after_nodes()
             time.sleep(_TICK_S)
+        return True
 
     def _first_source(self) -> Source:
         """Fresh weights, or the newest verified checkpoint when the run's folder has one."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 from ray.cluster_utils import Cluster
 
+from orchestrator.scratch import ray_files
+
 _OBJECT_STORE_BYTES = 150 * 2**20
-_PREFIX = "planaria-"
 
 
 class LocalCluster:
@@ -74,31 +71,11 @@ class LocalCluster:
 @contextlib.contextmanager
 def local_cluster(num_nodes: int, cpus_per_node: int) -> Iterator[LocalCluster]:
     """A cluster with ``num_nodes`` nodes (the head is the first) that leaves no process and no file behind."""
-    _remove_abandoned()
-    temp_dir = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp")  # short: socket paths live below it
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = temp_dir  # else Ray notes this cluster as the machine's current one
-    os.mkdir(f"{temp_dir}/ray")
-    try:
-        cluster = LocalCluster(cpus_per_node, f"{temp_dir}/ray")
-    except BaseException:
-        shutil.rmtree(temp_dir, ignore_errors=True)
-        raise
-    try:
-        if num_nodes > 1:
-            cluster.add_nodes(num_nodes - 1)
-        yield cluster
-    finally:
-        cluster.shut_down()
-        shutil.rmtree(temp_dir, ignore_errors=True)
-        os.environ.pop("RAY_TMPDIR")
-        if before is not None:
-            os.environ["RAY_TMPDIR"] = before
-
-
-def _remove_abandoned() -> None:
-    """Remove the folders of clusters whose process was killed; their Ray processes ended with it."""
-    for folder in Path("/tmp").glob(f"{_PREFIX}*-*"):
-        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    with ray_files() as folder:
+        cluster = LocalCluster(cpus_per_node, folder)
+        try:
+            if num_nodes > 1:
+                cluster.add_nodes(num_nodes - 1)
+            yield cluster
+        finally:
+            cluster.shut_down()

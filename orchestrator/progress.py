@@ -48,6 +48,8 @@ def event_line(event: dict[str, Any]) -> str | None:
             return f"{event['what']} failed to start: {_short(event['cause'])}"
         case "checkpoint_damaged":
             return f"left out a damaged checkpoint: {event['cause']}"
+        case "checkpoint_skipped":
+            return f"the checkpoint of step {event['step']} was left out: {_short(event['cause'])}"
         case "checkpoint_failed":
             return f"the checkpoint of step {event['step']} was not written: {event['cause']}"
         case "checkpoint":

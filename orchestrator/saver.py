@@ -48,7 +48,7 @@ class Saver:
         holdings, _ = take_inventory(nodes, set(nodes.domains))
         keepers = {node.name: node.keeper for node in nodes}
         self._thread = threading.Thread(
-            target=self._try, args=(schema, keepers, holdings, generation, step), name="saver", daemon=True
+            target=self._try, args=(schema, keepers, holdings, generation, step, True), name="saver", daemon=True
         )
         self._thread.start()
 
@@ -63,7 +63,7 @@ class Saver:
         if any(step_of(path) == step for path in list_checkpoints(self.directory)):
             return next(path for path in list_checkpoints(self.directory) if step_of(path) == step)
         holdings, _ = take_inventory(nodes, set(nodes.domains))
-        return self._try(schema, {node.name: node.keeper for node in nodes}, holdings, generation, step)
+        return self._try(schema, {node.name: node.keeper for node in nodes}, holdings, generation, step, False)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -71,14 +71,17 @@ class Saver:
             self._thread.join()
 
     def _try(
-        self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int
+        self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int, pinned: bool
     ) -> Path | None:
         """A checkpoint that fails costs no training: the event says why, and the next one is tried."""
         started = time.monotonic()
         try:
             path = self._write(schema, keepers, holdings, generation, step)
         except (OSError, StateLost, HoldingUnusable, ray.exceptions.RayError) as error:
-            self._ledger.event("checkpoint_failed", step=step, cause=str(error).splitlines()[-1])
+            # Pins make way for those of the next checkpoint, which may be due before this one is written.
+            overtaken = pinned and isinstance(error, StateLost | HoldingUnusable)
+            kind = "checkpoint_skipped" if overtaken else "checkpoint_failed"
+            self._ledger.event(kind, step=step, cause=str(error).splitlines()[-1])
             return None
         seconds = round(time.monotonic() - started, 3)
         self._ledger.event("checkpoint", step=step, path=str(path), seconds=seconds)

@@ -6,6 +6,8 @@ from typing import Any
 
 from orchestrator.runfolder import RunFolder
 
+_OF_THE_LAST_STEP = ("step", "loss", "total_tokens", "layout", "world_size", "generation", "goodput")
+
 
 def read_status(folder: RunFolder) -> dict[str, Any]:
     """Plain JSON. ``state`` is "running", "finished", "stopped", "failed" or "driver gone"."""
@@ -18,7 +20,10 @@ def read_status(folder: RunFolder) -> dict[str, Any]:
         "name": folder.name,
         "path": folder.url,
         "state": state,
-        **{key: last.get(key) for key in ("step", "loss", "tokens", "layout", "world_size", "generation", "goodput")},
+        **{
+            key: last.get(key)
+            for key in ("step", "loss", "total_tokens", "layout", "world_size", "generation", "goodput")
+        },
         "incidents": len(incidents),
         "incident_seconds": round(sum(incident["seconds"] for incident in incidents), 3),
         "steps_run_again": sum(incident["steps_run_again"] for incident in incidents),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
+from checkpointing.transfer import StateLost
 from orchestrator import saver as saver_module
 from orchestrator.ledger import Ledger
 from orchestrator.runfolder import RunFolder
@@ -38,7 +39,19 @@ def test_half_a_checkpoint_is_removed_once_nobody_writes_it(tmp_path: Path, monk
     keeper = SimpleNamespace(write_durable=SimpleNamespace(remote=write_durable))
     saver = Saver(folder, None, Ledger(folder))
 
-    assert saver._try(SimpleNamespace(), {"node-1": keeper, "node-2": keeper}, [], 1, 5) is None
+    assert saver._try(SimpleNamespace(), {"node-1": keeper, "node-2": keeper}, [], 1, 5, pinned=False) is None
     assert waited == [2] and attempts and not list(saver.directory.iterdir())
     (event,) = folder.read_events()
     assert (event["kind"], event["step"], event["cause"]) == ("checkpoint_failed", 5, "No space left on device")
+
+
+def test_a_checkpoint_whose_pins_made_way_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_shares(schema: Any, state: Any) -> Any:
+        raise StateLost("nobody holds it")
+
+    monkeypatch.setattr(saver_module, "plan_shares", plan_shares)
+    folder = RunFolder(str(tmp_path), "run")
+    saver = Saver(folder, None, Ledger(folder))
+    for pinned in (True, False):
+        assert saver._try(SimpleNamespace(), {}, [], 1, 5, pinned) is None
+    assert [event["kind"] for event in folder.read_events()] == ["checkpoint_skipped", "checkpoint_failed"]
