@@ -22,7 +22,7 @@ from orchestrator.config import JobConfig
 from orchestrator.local_cluster import LocalCluster, local_cluster
 
 NAME = "steady"
-_SKIP = 10  # steps until everything has settled
+_SKIP = 8  # steps until everything has settled
 _TORCHRUN = f"torchrun, torch {torch.__version__}"
 # Off as far as it goes: a copy of the state is made once, at the start, and held nowhere else.
 _OFF = {"survive": 0, "snapshot_every": 1_000_000}
@@ -40,7 +40,7 @@ class OurRun:
 def run(quick: bool) -> list[Row]:
     """Quick: one short run under dp2. In full: three runs of each layout, then protection, then eight workers."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
-        bench = _Bench(Path(folder), steps=20 if quick else 60, repeats=1 if quick else 3)
+        bench = _Bench(Path(folder), steps=20 if quick else 40, repeats=1 if quick else 3)
         rows: list[Row] = []
         with local_cluster(num_nodes=2, cpus_per_node=1) as cluster:
             for layout in ("dp2",) if quick else ("dp2", "tp2", "pp2"):
