@@ -1,8 +1,9 @@
 """From SIGKILL to the end of the first step after it, ours and Ray Train v2's, on a cluster of four local Ray nodes.
 
-The same decoder, batches and optimizer; ours cut dp2·tp2·pp2 (every worker holds a part of the state), Ray Train under
-DistributedDataParallel with a checkpoint every ten steps, its default settings otherwise. All times are times of day:
-just before the signal, and at the end of a step as each system writes it down.
+The same decoder, batches and optimizer on eight workers. Ray Train runs them under DistributedDataParallel with a
+checkpoint every ten steps, its default settings otherwise; ours once in the same layout (r8: whole replicas) and once
+cut dp2·tp2·pp2, which Ray Train does not offer: there the figures of its own layout stand beside ours. All times are
+times of day: just before the signal, and at the end of a step as each system writes it down.
 """
 
 from __future__ import annotations
@@ -25,39 +26,42 @@ from orchestrator.local_cluster import local_cluster
 
 NAME = "recovery"
 _NODES, _WORKERS = 4, 8
-_LAYOUTS = ["dp2·tp2·pp2", "dp3·pp2", "dp2·pp2"]
+_REPLICATED = ["r8", "r6", "r4"]
+_HYBRID = ["dp2·tp2·pp2", "dp3·pp2", "dp2·pp2"]
 _STORED_BATCHES = 100
 
 
 def run(quick: bool) -> list[Row]:
-    """Quick: one worker each. In full: five workers and two nodes for ours; two and one for Ray Train."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
-        ours = _ours(Path(folder) / "ours", *((1, 0) if quick else (5, 2)))
+    """Quick: one worker each. In full: five workers and two nodes of ours in each layout; two and one of Ray Train."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as name:
+        folder, deaths = Path(name), (1, 0) if quick else (5, 2)
+        jobs = (_REPLICATED,) if quick else (_REPLICATED, _HYBRID)
+        ours = {layouts[0]: _ours(folder / layouts[0], layouts, *deaths) for layouts in jobs}
         try:
-            theirs, note = _ray_train(Path(folder) / "ray-train", *((1, 0) if quick else (2, 1))), ""
+            theirs, note = _ray_train(folder / "ray-train", *((1, 0) if quick else (2, 1))), ""
         except RuntimeError as error:
             theirs, note = Measured([], [], [], []), f", not measured: {str(error).splitlines()[0]}"
-    return _rows(ours, theirs, note)
+    return [row for layout, measured in ours.items() for row in _rows(layout, measured, theirs, note)]
 
 
-def _rows(ours: Measured, theirs: Measured, note: str) -> list[Row]:
+def _rows(layout: str, ours: Measured, theirs: Measured, note: str) -> list[Row]:
     name = f"Ray Train {ray.__version__}{note}"
 
     def pair(figure: str, of: Callable[[Measured], list[float]], unit: str = "s") -> Row:
-        return compare(NAME, figure, of(ours), Peer(name, of(theirs)), unit)
+        return compare(NAME, f"{layout}: {figure}", of(ours), Peer(name, of(theirs)), unit)
 
     rows = [
         pair("worker killed: to the end of the first step after it", lambda m: [r.seconds for r in m.workers]),
         pair("worker killed: to the first step not made before", lambda m: [r.regained for r in m.workers]),
         pair("worker killed: committed steps run again", lambda m: [float(r.again) for r in m.workers], "steps"),
-        *_phases("worker killed", ours.workers),
+        *_phases(f"{layout}: worker killed", ours.workers),
     ]
     if ours.nodes:
         rows += [
             pair("node killed: to the end of the first step after it", lambda m: [r.seconds for r in m.nodes]),
             pair("node killed: to the first step not made before", lambda m: [r.regained for r in m.nodes]),
             pair("node killed: committed steps run again", lambda m: [float(r.again) for r in m.nodes], "steps"),
-            *_phases("node killed", ours.nodes),
+            *_phases(f"{layout}: node killed", ours.nodes),
             pair("node joins: pause of training", lambda m: [join.pause for join in m.joins]),
             pair("node joins: from its start to its first step", lambda m: [join.seconds for join in m.joins]),
             pair("node joins: committed steps run again", lambda m: [float(j.again) for j in m.joins], "steps"),
@@ -70,8 +74,8 @@ def _phases(what: str, recoveries: list[Recovery]) -> Iterator[Row]:
         yield own(NAME, f"{what}: of this, {phase}", [recovery.phases[phase] for recovery in recoveries])
 
 
-def _ours(folder: Path, num_workers: int, num_nodes: int) -> Measured:
-    job = workload.job((4, _WORKERS), _LAYOUTS)
+def _ours(folder: Path, layouts: list[str], num_workers: int, num_nodes: int) -> Measured:
+    job = workload.job((4, _WORKERS), layouts)
     with (
         local_cluster(num_nodes=_NODES, cpus_per_node=_WORKERS // _NODES) as cluster,
         planaria(job, folder, cluster.address) as started,

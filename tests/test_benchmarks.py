@@ -53,8 +53,8 @@ def test_recovery_gives_the_same_figures_with_and_without_the_peer() -> None:
     phases = dict.fromkeys(PHASES, 0.1)
     ours = Measured([Recovery(1.0, 1.5, 0, phases)] * 3, [Recovery(2.0, 2.0, 1, phases)], [Join(0.2, 9.0, 0)], [0.5])
     theirs = Measured([Recovery(20.0, 30.0, 7, {})], [Recovery(80.0, 90.0, 4, {})], [Join(25.0, 60.0, 2)], [0.5])
-    rows = recovery._rows(ours, theirs, "")
-    alone = recovery._rows(ours, Measured([], [], [], []), ", not measured: why")
+    rows = recovery._rows("r8", ours, theirs, "")
+    alone = recovery._rows("r8", ours, Measured([], [], [], []), ", not measured: why")
     assert [row["figure"] for row in rows] == [row["figure"] for row in alone]
     assert rows[0]["ratio"] == 20.0 and rows[0]["runs"] == {"ours": [1.0] * 3, "other": [20.0]}
     assert alone[0]["other"] is None and alone[0]["other_name"].endswith("not measured: why")
