@@ -223,7 +223,7 @@ class Nodes:
         """Forget a node and everything on it; whatever still runs there is killed."""
         node = self._nodes.pop(name)
         self._lost[node.ray_node.ray_id] = time.monotonic()
-        remove_placement_group(node.group)
+        _end(node)
 
     def renew(self) -> list[Any]:
         """Renew every lease; the calls are not waited for."""
@@ -233,11 +233,16 @@ class Nodes:
     def shut_down(self) -> None:
         """End every process of the job and give back the resources."""
         for node in list(self):
-            for handle in node.handles:
-                ray.kill(handle.actor)
-            ray.kill(node.keeper)
-            remove_placement_group(node.group)
+            _end(node)
         self._nodes.clear()
+
+
+def _end(node: Node) -> None:
+    """Kill a node's actors (those that wait to be placed do not go with their group) and free its devices."""
+    for handle in node.handles:
+        ray.kill(handle.actor)
+    ray.kill(node.keeper)
+    remove_placement_group(node.group)
 
 
 def _resources_per_worker(scaling: ScalingConfig) -> dict[str, float]:
