@@ -68,11 +68,6 @@ class Keeper:
         kept.buddy = buddy
         return kept.arena.address
 
-    def arena_address(self, generation: int, rank: int) -> ArenaAddress:
-        """Address of an arena that exists already; KeyError when there is none."""
-        with self._lock:
-            return self._kept["primary", generation, rank].arena.address
-
     def protect(self, snapshot: Snapshot, slot: int, durable: bool = False) -> float:
         """List what the worker has just written into ``slot`` and send it to the buddy; return the seconds it took.
 

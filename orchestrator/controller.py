@@ -404,7 +404,7 @@ class Controller:
             self._ledger.event("start_failed", what=name, cause=cause)
             self._num_failed_starts, self._failed_start = self._num_failed_starts + 1, cause
             if name in self._nodes:
-                self._nodes.lose(name)
+                self._lose(name)
         for name in self._nodes.gone():
             self._lose(name)
         if refill:

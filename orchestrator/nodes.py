@@ -246,9 +246,7 @@ def _end(node: Node) -> None:
 
 
 def _resources_per_worker(scaling: ScalingConfig) -> dict[str, float]:
-    resources = {"CPU": 1.0, **(scaling.resources_per_worker or {})}
-    if scaling.use_gpu:
-        resources.setdefault("GPU", 1.0)
+    resources = scaling.worker_resources()
     if scaling.accelerator_type:
         resources[f"accelerator_type:{scaling.accelerator_type}"] = 0.001
     return {name: float(amount) for name, amount in resources.items() if amount > 0}

@@ -15,13 +15,6 @@ class Go:
 
 
 @dataclass(frozen=True)
-class Resize:
-    """Form a new generation with ``layout`` at the next step boundary."""
-
-    layout: Layout
-
-
-@dataclass(frozen=True)
 class End:
     """End the job; ``reason`` is for the user."""
 

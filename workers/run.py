@@ -140,7 +140,7 @@ class _Training:
             state.push()
         self.snapshots = Snapshots(order, state, fence)
         self._closers.append(self.snapshots.close)
-        self.snapshots.take(self.step, self._meta({}), durable=False)
+        self.snapshots.take(self.step, self._meta(), durable=False)
         self.control.report("taken_over", seconds=time.monotonic() - started)
 
     def _loop(self) -> Outcome:
@@ -174,7 +174,7 @@ class _Training:
             }
             step_s = time.monotonic() - started - stall_s
             if last or durable or self._snapshot_is_due(verdict):
-                stall_s += self.snapshots.take(self.step, self._meta(report), durable)
+                stall_s += self.snapshots.take(self.step, self._meta(), durable)
             if last:
                 self.snapshots.wait_held()
                 self.engine.vote(stop=True)  # nobody leaves before all hold the last snapshot
@@ -203,5 +203,5 @@ class _Training:
             return {}
         return {"eval_loss": self.engine.evaluate(self.client.eval_batch(training.eval_rows))}
 
-    def _meta(self, report: dict[str, Any]) -> dict[str, Any]:
-        return {"cursor": self.cursor.to_list(), "tokens": self.tokens, "report": report}
+    def _meta(self) -> dict[str, Any]:
+        return {"cursor": self.cursor.to_list(), "tokens": self.tokens}

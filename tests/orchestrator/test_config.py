@@ -257,7 +257,8 @@ def test_layouts_are_taken_exactly_when_they_divide(layout: Layout, sizes: tuple
 
 
 def test_ray_trains_dataclasses_are_taken_as_they_are() -> None:
-    ray_train = pytest.importorskip("ray.train")
+    import ray.train as ray_train
+
     job = JobConfig(
         run=ray_train.RunConfig(name="x", checkpoint_config=ray_train.CheckpointConfig(num_to_keep=3)),
         scaling=ray_train.ScalingConfig(num_workers=(1, 4), label_selector={"zone": "a"}),

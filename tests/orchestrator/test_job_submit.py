@@ -22,8 +22,6 @@ from tests.orchestrator.ray_jobs import (
     processes_of,
 )
 
-pytest.importorskip("aiohttp", reason="the jobs API is in ray[default]")
-
 # A user's own model, which also tells from where each worker has imported our packages.
 MODEL = """
 import json, os, pathlib
