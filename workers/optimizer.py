@@ -40,9 +40,9 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
             value.zero_()
 
 
-def state_template(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """State name -> example, found by asking the optimizer: of its parameter's shape (here [1, 1]), or a scalar."""
-    parameter = nn.Parameter(torch.zeros(1, 1, dtype=dtype))
+def states_of(config: OptimizerConfig, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """State name -> value, as the optimizer makes them for a parameter of ``shape``."""
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizer = build_optimizer(config, [parameter])
     materialise(optimizer)
     return dict(optimizer.state[parameter])

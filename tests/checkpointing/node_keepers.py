@@ -23,7 +23,7 @@ TINY = Schema(
         TensorSpec("embed.weight", (13, 6), "float32", 0, "first"),
         *(TensorSpec(f"layers.{i}.wq.weight", (7, 5), "float32", 1, "layer", i) for i in range(4)),
         *(TensorSpec(f"exp_avg/layers.{i}.wq.weight", (7, 5), "bfloat16", 1, "layer", i) for i in range(4)),
-        TensorSpec("step", (), "int64", None, "all", fsdp=False),
+        TensorSpec("step", (), "int64", None, "all"),
     ),
     num_layers=4,
 )

@@ -38,7 +38,7 @@ def schemas(draw: st.DrawFn) -> Schema:
                 tp_dim=draw(st.sampled_from([None, *range(len(shape))])),
                 where=where,
                 layer=draw(st.integers(0, num_layers - 1)) if where == "layer" else None,
-                fsdp=draw(st.booleans()),
+                fsdp_dims=draw(st.sampled_from([(0,), ()])) if shape else (),
             )
         )
     return Schema(tuple(tensors), num_layers)
@@ -121,7 +121,7 @@ def test_pieces_of_a_layout_cover_every_element_once_per_replica(schema, layout)
     for spec in schema.tensors:
         replicas = layout.r * (layout.pp if spec.where == "all" else 1)
         replicas *= layout.tp if spec.tp_dim is None else 1
-        replicas *= 1 if spec.fsdp and spec.shape else layout.dp
+        replicas *= 1 if spec.fsdp_dims and spec.shape else layout.dp
         assert (masks[spec.name] == replicas).all()
 
 
@@ -150,7 +150,7 @@ def test_the_sentence_names_tensors_boxes_and_step():
 
 
 def test_sources_share_the_load():
-    schema = Schema(tuple(TensorSpec(f"w{i}", (8, 8), "float32", None, "first", fsdp=False) for i in range(9)), 1)
+    schema = Schema(tuple(TensorSpec(f"w{i}", (8, 8), "float32", None, "first", fsdp_dims=()) for i in range(9)), 1)
     nodes = Nodes("abc", copies=False)
     nodes.protect(schema, random_reference(schema, 1), Layout.parse("r3"), "abc")
     plan = plan_transfer(schema, nodes.inventory("abc"), {0: Destination("new", pieces(schema, Layout(), 0))})

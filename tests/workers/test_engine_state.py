@@ -79,7 +79,9 @@ def test_schema_names_parameters_and_discovered_states() -> None:
     wo = by_name["exp_avg/layers.3.attention.wo.weight"]
     assert (wo.layer, wo.tp_dim, wo.shape) == (3, 1, (32, 32))
     step = by_name["step/layers.3.attention.wo.weight"]
-    assert (step.layer, step.tp_dim, step.shape, step.fsdp) == (3, None, (), False)
+    assert (step.layer, step.tp_dim, step.shape) == (3, None, ())
+    assert schema.aliases == ()
+    assert describe(program(OwnModule)).canonical("exp_avg/output.weight") == "exp_avg/embedding.weight"
 
 
 def test_own_module_over_data_ranks(ranks: Ranks) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -19,10 +20,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
+from checkpointing.optimizer_state import optimizer_specs
 from checkpointing.schema import Piece, Schema, TensorSpec
 from workers.config import DecoderConfig
 from workers.models.decoder import Decoder
-from workers.optimizer import state_template
+from workers.optimizer import states_of
 from workers.program import Program
 
 
@@ -50,6 +52,9 @@ class ModelSpec(Protocol):
     def parameters(self) -> tuple[TensorSpec, ...]:
         """All parameters of the whole model, in canonical order."""
 
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        """(other name, name in ``parameters``) of weights that are one."""
+
     def initial(self, held: Iterable[Piece]) -> Iterable[tuple[Piece, Tensor]]:
         """First values of pieces of parameters: boxes of full tensors that depend on the seed and the name alone."""
 
@@ -70,16 +75,16 @@ def describe(program: Program) -> Schema:
     """The whole training state: parameters, then optimizer state as "<state>/<parameter>". Needs no process group."""
     spec = model_spec(program)
     parameters = spec.parameters()
-    tensors = list(parameters)
-    for state, example in state_template(program.optimizer, stored_dtype(program)).items():
-        dtype = str(example.dtype).removeprefix("torch.")
-        for p in parameters:
-            name = f"{state}/{p.name}"
-            if example.ndim:
-                tensors.append(TensorSpec(name, p.shape, dtype, p.tp_dim, p.where, p.layer))
-            else:
-                tensors.append(TensorSpec(name, (), dtype, None, p.where, p.layer, fsdp=False))
-    return Schema(tuple(tensors), spec.num_layers)
+
+    def states(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+        found = states_of(program.optimizer, stored_dtype(program), shape)
+        return {name: (tuple(value.shape), _dtype_name(value.dtype)) for name, value in found.items()}
+
+    return Schema(parameters + optimizer_specs(parameters, states), spec.num_layers, spec.aliases())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -153,13 +158,16 @@ class DecoderSpec:
 
     def parameters(self) -> tuple[TensorSpec, ...]:
         whole = self.build(range(self.num_layers), first=True, last=True)
-        dtype = str(stored_dtype(self.program)).removeprefix("torch.")
+        dtype = _dtype_name(stored_dtype(self.program))
         specs = []
         for name, parameter in whole.named_parameters():
             layer, local = self._split(name)
             where = "layer" if layer is not None else "first" if name.startswith("embedding") else "last"
             specs.append(TensorSpec(name, tuple(parameter.shape), dtype, self._TP_DIMS.get(local), where, layer))
         return tuple(specs)
+
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        return ()
 
     def initial(self, held: Iterable[Piece]) -> Iterable[tuple[Piece, Tensor]]:
         """Norms are 1, matrices normal (0.02); what writes to the residual stream is damped by depth, as in GPT-2."""
@@ -228,10 +236,20 @@ class ModuleSpec:
         return []
 
     def parameters(self) -> tuple[TensorSpec, ...]:
-        dtype = str(stored_dtype(self.program)).removeprefix("torch.")
-        return tuple(
-            TensorSpec(name, tuple(parameter.shape), dtype, None, "all")
-            for name, parameter in self.build(range(1), first=True, last=True).named_parameters()
+        return self._described[0]
+
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        return self._described[1]
+
+    @cached_property
+    def _described(self) -> tuple[tuple[TensorSpec, ...], tuple[tuple[str, str], ...]]:
+        dtype = _dtype_name(stored_dtype(self.program))
+        module = self.build(range(1), first=True, last=True)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        every = module.named_parameters(remove_duplicate=False)
+        return (
+            tuple(TensorSpec(name, tuple(p.shape), dtype, None, "all") for p, name in names.items()),
+            tuple((name, names[p]) for name, p in every if name != names[p]),
         )
 
     def initial(self, held: Iterable[Piece]) -> Iterable[tuple[Piece, Tensor]]:
