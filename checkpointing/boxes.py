@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from checkpointing.schema import Piece
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
 def volume(box: Piece) -> int:
@@ -42,14 +45,66 @@ def without(box: Piece, hole: Piece) -> list[Piece]:
     return left
 
 
+def cells(box: Piece, boxes: Iterable[Piece]) -> Iterator[tuple[Piece, list[Piece]]]:
+    """Cut ``box`` at the boundaries of ``boxes``: every cell with the boxes that contain it, none for a gap.
+
+    A sweep along one dim after the other. On a grid of n boxes it takes n * d steps; a gap is not cut further.
+    """
+    return _cells(box, (), (), [other for other in boxes if overlap(box, other) is not None])
+
+
+def _cells(
+    box: Piece, offset: tuple[int, ...], size: tuple[int, ...], holders: list[Piece]
+) -> Iterator[tuple[Piece, list[Piece]]]:
+    dim = len(offset)
+    if not holders or dim == len(box.size):
+        if 0 not in box.size:
+            yield Piece(box.name, (*offset, *box.offset[dim:]), (*size, *box.size[dim:])), holders
+        return
+    lower, upper = box.offset[dim], box.offset[dim] + box.size[dim]
+    spans = [(max(lower, h.offset[dim]), min(upper, h.offset[dim] + h.size[dim])) for h in holders]
+    edges = sorted({lower, upper, *(edge for span in spans for edge in span)})
+    slab_at = {edge: index for index, edge in enumerate(edges)}
+    slabs: list[list[Piece]] = [[] for _ in edges[:-1]]
+    for holder, (start, stop) in zip(holders, spans, strict=True):
+        for index in range(slab_at[start], slab_at[stop]):
+            slabs[index].append(holder)
+    for (start, stop), inside in zip(pairwise(edges), slabs, strict=True):
+        yield from _cells(box, (*offset, start), (*size, stop - start), inside)
+
+
 def uncovered(box: Piece, covers: Iterable[Piece]) -> list[Piece]:
     """The parts of ``box`` that no box in ``covers`` contains."""
-    rest = [box]
-    for cover in covers:
-        if not rest:
-            break
-        rest = [part for old in rest for part in without(old, cover)]
-    return rest
+    return [cell for cell, holders in cells(box, covers) if not holders]
+
+
+def flat_boxes(box: Piece, start: int, stop: int) -> list[Piece]:
+    """Elements [start, stop) of ``box`` in C order, as at most 2d - 1 boxes, also in that order."""
+    return [Piece(box.name, *found) for found in _flat(box.offset, box.size, start, stop)]
+
+
+def _flat(offset: Sequence[int], size: Sequence[int], start: int, stop: int) -> Iterator[_Box]:
+    if start >= stop:
+        return
+    if not size:
+        yield (), ()
+        return
+    row = math.prod(size[1:])
+    (first, skipped), (last, rest) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from _in_row(offset, size, first, skipped, rest)
+        return
+    if skipped:
+        yield from _in_row(offset, size, first, skipped, row)
+        first += 1
+    if first < last:
+        yield (offset[0] + first, *offset[1:]), (last - first, *size[1:])
+    yield from _in_row(offset, size, last, 0, rest)
+
+
+def _in_row(offset: Sequence[int], size: Sequence[int], row: int, start: int, stop: int) -> Iterator[_Box]:
+    for inner_offset, inner_size in _flat(offset[1:], size[1:], start, stop):
+        yield (offset[0] + row, *inner_offset), (1, *inner_size)
 
 
 def slices(box: Piece, outer: Piece) -> tuple[slice, ...]:

@@ -27,10 +27,10 @@ import numpy as np
 
 from checkpointing.boxes import volume
 from checkpointing.checkpoint_file import Share, damage, record_of, write_file
+from checkpointing.cover import StateLost, describe_missing, held_boxes, missing_boxes
 from checkpointing.holding import Holding, verify_record
 from checkpointing.schema import Piece, Schema, TensorSpec
 from checkpointing.snapshot import Record, Snapshot, digest_of
-from checkpointing.transfer import StateLost, describe_missing, held_boxes, missing_boxes
 
 FORMAT = 1
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")

@@ -11,34 +11,36 @@ from checkpointing.schema import Piece
 from checkpointing.snapshot import Record, Snapshot, digest_of
 
 HoldingKey = tuple[Any, ...]
+Tier = Literal["memory", "disk", "s3"]
+TIERS: tuple[Tier, ...] = ("memory", "disk", "s3")  # nearest first
 
 
 @dataclass(frozen=True)
 class Holding:
     """A snapshot that a reader can find.
 
-    node     where its bytes are; "" for disk, which every node reads alike
+    node     where its bytes are; "" for files, which every node reads alike
     role     "primary" (the worker's own arena), "copy" (its buddy's), "pin" (private copy of a primary, kept stable
              until it is on disk); files are "primary"
-    locator  memory: address of the arena, in which the bytes are in ``slot``; disk: path of the file
+    locator  memory: address of the arena, in which the bytes are in ``slot``; disk and s3: path of the file
     """
 
     snapshot: Snapshot
     slot: int
     node: str
     role: Literal["primary", "copy", "pin"]
-    tier: Literal["memory", "disk"]
+    tier: Tier
     locator: ArenaAddress | str
 
     @property
     def key(self) -> HoldingKey:
         """Small and hashable; equal for equal holdings. What errors carry, so that a caller can exclude the holding."""
-        if self.tier == "disk":
-            return ("disk", self.locator)
+        if self.tier != "memory":
+            return (self.tier, self.locator)
         return (self.node, self.role, self.snapshot.generation, self.snapshot.step, self.snapshot.rank, self.slot)
 
     def __str__(self) -> str:
-        if self.tier == "disk":
+        if self.tier != "memory":
             return f"file {self.locator}"
         return f"{self.role} of rank {self.snapshot.rank} on node {self.node}"
 

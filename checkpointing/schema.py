@@ -5,9 +5,10 @@ Everything here is pure: from a schema, a layout and a rank follow the boxes, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from checkpointing.cuts import chunk, head_chunk, join, padded_chunk
 from checkpointing.layout import Coordinates, Layout
@@ -95,10 +96,17 @@ class Schema:
 
 
 class Place(NamedTuple):
-    """``piece`` lies in a local tensor from index ``start`` on (one per dim), with the piece's own size."""
+    """``piece`` lies in a local tensor from index ``start`` on, one per dim; or in C order in a buffer of one dim."""
 
     piece: Piece
     start: tuple[int, ...]
+
+    def view(self, local: Any) -> Any:
+        """The piece as a view of ``local`` (a numpy array or a torch tensor), of shape ``piece.size``."""
+        size = self.piece.size
+        if len(self.start) != len(size):
+            return local[self.start[0] : self.start[0] + math.prod(size)].reshape(size)
+        return local[(..., *(slice(start, start + length) for start, length in zip(self.start, size, strict=True)))]
 
 
 @dataclass(frozen=True)

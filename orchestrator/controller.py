@@ -20,10 +20,11 @@ from typing import Any
 
 import ray
 
+from checkpointing.cover import StateLost, newest_complete
 from checkpointing.durable import checkpoint_holdings, newest_verified
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema
-from checkpointing.transfer import Holding, StateLost, newest_complete
+from checkpointing.transfer import Holding
 from orchestrator.config import JobConfig
 from orchestrator.generation import ANSWER_S, LAST_CALL_S, Ended, Running, Survivors, call_roll, take_inventory
 from orchestrator.ledger import Ledger, Phase

@@ -17,10 +17,11 @@ from safetensors.numpy import load_file
 
 from checkpointing import durable
 from checkpointing.arena import Arena
+from checkpointing.cover import StateLost, newest_complete
 from checkpointing.holding import DigestMismatch, HoldingGone
 from checkpointing.layout import Layout
 from checkpointing.schema import pieces
-from checkpointing.transfer import Destination, StateLost, newest_complete, plan_transfer
+from checkpointing.transfer import Destination, plan_transfer
 from tests.checkpointing.node_keepers import TINY, Nodes, cut, random_reference, save_checkpoint
 
 SAVED_UNDER = Layout.parse("dp2·tp2·pp2")

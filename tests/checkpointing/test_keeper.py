@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from checkpointing.arena import Arena
+from checkpointing.cover import newest_complete
 from checkpointing.holding import DigestMismatch, Holding, HoldingGone, ReadRequest
 from checkpointing.keeper import Keeper, StaleGeneration
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema, TensorSpec, pieces
 from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
-from checkpointing.transfer import Destination, newest_complete, plan_transfer
+from checkpointing.transfer import Destination, plan_transfer
 from tests.checkpointing.node_keepers import TINY, Nodes, random_reference
 
 LAYOUT = Layout.parse("dp2·tp2")

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from checkpointing.arena import ArenaAddress
 from checkpointing.boxes import volume
+from checkpointing.cover import StateLost, newest_complete
 from checkpointing.holding import Holding
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema, TensorSpec, pieces
 from checkpointing.snapshot import Record, Snapshot
-from checkpointing.transfer import Destination, StateLost, newest_complete, plan_transfer
+from checkpointing.transfer import Destination, plan_transfer
 from tests.checkpointing.node_keepers import TINY, Nodes, cut, random_reference
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 11])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from checkpointing.transfer import StateLost
+from checkpointing.cover import StateLost
 from orchestrator import saver as saver_module
 from orchestrator.ledger import Ledger
 from orchestrator.runfolder import RunFolder
