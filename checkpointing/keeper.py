@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,11 +68,12 @@ class Keeper:
         kept.buddy = buddy
         return kept.arena.address
 
-    def protect(self, snapshot: Snapshot, slot: int, durable: bool = False) -> float:
-        """List what the worker has just written into ``slot`` and send it to the buddy; return the seconds it took.
+    def protect(self, snapshot: Snapshot, slot: int, num_copied: int, durable: bool = False) -> float:
+        """List what the worker has just written into ``slot``; return the seconds that it took to be held twice.
 
-        When this returns, the snapshot is held twice. ``durable`` also pins the bytes until ``write_durable``, since
-        the worker rewrites the slot two snapshots later. Raises StaleGeneration, and whatever ``call_hold`` raises.
+        The first ``num_copied`` records go to the buddy: those that no replica elsewhere holds as well. ``durable`` also
+        pins the bytes until ``write_durable``, since the worker rewrites the slot two snapshots later. Raises
+        StaleGeneration, and whatever ``call_hold`` raises.
         """
         begun = time.monotonic()
         with self._lock:
@@ -82,11 +83,11 @@ class Keeper:
             assert ticket % 2 == 0, f"slot {slot} of rank {snapshot.rank} is still being written"
             kept.listed[slot] = (snapshot, ticket)
         with kept.arena.lease(slot, ticket) as buffer:
-            data = buffer[: snapshot.nbytes]
             if durable:
-                self._pin(snapshot, data)
-            if kept.buddy is not None:
-                self._call_hold(kept.buddy, snapshot, slot, data)
+                self._pin(snapshot, buffer[: snapshot.nbytes])
+            if kept.buddy is not None and num_copied:
+                copied = replace(snapshot, records=snapshot.records[:num_copied])
+                self._call_hold(kept.buddy, copied, slot, buffer[: copied.nbytes])
         return time.monotonic() - begun
 
     def hold(self, snapshot: Snapshot, slot: int, data: np.ndarray) -> None:

@@ -249,6 +249,7 @@ class Controller:
                 keepers=keepers,
                 keeper=keepers[member.node],
                 buddy=keepers[member.buddy] if member.buddy else None,
+                copied=upcoming.copied[rank],
                 readers=self._readers.preference(member.node),
                 step=source.step,
                 cursor=source.cursor,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.layout import Layout
-from checkpointing.schema import Schema, pieces
+from checkpointing.redundancy import unreplicated
+from checkpointing.schema import Piece, Schema, pieces
 from checkpointing.transfer import Destination, Holding, TransferPlan, plan_transfer
 from orchestrator.policies import assign, buddies, choose_layout
 from workers.plan import Member, Plan
@@ -38,7 +39,10 @@ class Source:
 
 @dataclass(frozen=True)
 class NextGeneration:
+    """``copied[rank]``: the pieces of a rank that its buddy keeps a copy of, because no replica elsewhere does."""
+
     plan: Plan
+    copied: tuple[frozenset[Piece], ...]
     transfer: TransferPlan | None
     source: Source
 
@@ -83,6 +87,8 @@ def plan_generation(
     if layout is None:
         return None
     members = members_of(layout)
+    held = [pieces(schema, layout, rank) for rank in range(layout.size)]
+    single = unreplicated(held, [domains[member.node] for member in members])
     playing = {member.worker for member in members}
     plan = Plan(
         generation=generation,
@@ -90,6 +96,7 @@ def plan_generation(
         members=members,
         spares=tuple(worker for worker in workers if worker not in playing),
         step=source.step,
-        survives=int(all(member.buddy is not None for member in members)),
+        survives=int(all(member.buddy or not alone for member, alone in zip(members, single, strict=True))),
     )
-    return NextGeneration(plan, transfer_to(layout) if source.holdings else None, source)
+    copied = tuple(alone if member.buddy else frozenset[Piece]() for member, alone in zip(members, single, strict=True))
+    return NextGeneration(plan, copied, transfer_to(layout) if source.holdings else None, source)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpointing.layout import Layout
-from checkpointing.schema import Schema
+from checkpointing.schema import Piece, Schema
 from checkpointing.transfer import Fetch
 from workers.program import Program
 
@@ -22,7 +22,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who does what in one generation. ``members[rank]`` plays ``rank`` of ``layout``, starting after ``step``."""
+    """Who does what in one generation. ``members[rank]`` plays ``rank`` of ``layout``, starting after ``step``.
+
+    ``survives``: how many failure domains can be lost at once without losing state that is in memory.
+    """
 
     generation: int
     layout: Layout
@@ -49,6 +52,7 @@ class Order:
     keepers     node -> keeper handle, for the pieces that lie on other nodes
     keeper      the keeper of the worker's own node
     buddy       the keeper that holds this rank's copy, or None
+    copied      the pieces that the buddy holds a copy of; replicas in other failure domains hold the others
     readers     reader handles in this worker's order of preference
     cursor      position in the global data order of the first step to run
     tokens      valid tokens consumed so far (counts towards ``max_tokens``)
@@ -66,6 +70,7 @@ class Order:
     keepers: dict[str, Any]
     keeper: Any
     buddy: Any | None
+    copied: frozenset[Piece]
     readers: tuple[Any, ...]
     step: int
     cursor: list[int]

@@ -24,7 +24,9 @@ class Snapshots:
 
     def __init__(self, order: Order, state: HostState, fence: Fence) -> None:
         self._order, self._state, self._fence = order, state, fence
-        nbytes = snapshot_nbytes(state.arrays)
+        # What needs a copy comes first, so that the copy is one run of bytes.
+        self._arrays = dict(sorted(state.arrays.items(), key=lambda held: held[0] not in order.copied))
+        nbytes = snapshot_nbytes(self._arrays)
         address = wait_for(order.keeper.open_arena.remote(order.generation, order.rank, nbytes, order.buddy), fence)
         self._arena = Arena.attach(address)
         self._num_taken = 0
@@ -41,10 +43,10 @@ class Snapshots:
         slot = self._num_taken % 2
         self._state.pull()
         with self._arena.writing(slot) as buffer:
-            records = write_snapshot(buffer, self._state.arrays)
+            records = write_snapshot(buffer, self._arrays)
         order = self._order
         snapshot = Snapshot(order.generation, step, order.rank, str(order.layout), records, meta)
-        self._pending = order.keeper.protect.remote(snapshot, slot, durable)
+        self._pending = order.keeper.protect.remote(snapshot, slot, len(order.copied), durable)
         self._num_taken += 1
         self.last_step = step
         self.cost_s = time.monotonic() - started

@@ -76,7 +76,7 @@ class Nodes:
             with arena.writing(slot) as buffer:
                 records = write_snapshot(buffer, state)
             snapshot = Snapshot(generation, step, rank, str(layout), records, {"cursor": [0, step]})
-            self.keepers[node].protect(snapshot, slot, durable)
+            self.keepers[node].protect(snapshot, slot, len(snapshot.records), durable)
             self.arenas[rank] = arena
             self.held += [(where, piece) for piece in state for where in (node, buddy) if where is not None]
 

@@ -95,7 +95,7 @@ def protect_once(
     arena = Arena.attach(keeper.open_arena(generation, 0, snapshot_nbytes(state), buddy))
     with arena.writing(step % 2) as buffer:
         records = write_snapshot(buffer, state)
-    keeper.protect(Snapshot(generation, step, 0, "1", records, {}), step % 2, durable)
+    keeper.protect(Snapshot(generation, step, 0, "1", records, {}), step % 2, len(records), durable)
     return arena
 
 
@@ -107,7 +107,7 @@ def test_an_old_generation_can_neither_open_nor_protect_nor_hold() -> None:
     keeper.fence(2)  # never backwards
     for call in (
         lambda: keeper.open_arena(3, 1, 64, None),
-        lambda: keeper.protect(snapshot, 1),
+        lambda: keeper.protect(snapshot, 1, 0),
         lambda: keeper.hold(snapshot, 1, np.zeros(snapshot.nbytes, np.uint8)),
     ):
         with pytest.raises(StaleGeneration, match="is at generation 4 and refuses generation 3"):

@@ -26,18 +26,19 @@ def workers(num_nodes: int, each: int = 2, lost: tuple[str, ...] = ()) -> dict[s
     return {f"{node}/{index}": node for node in names if node not in lost for index in range(each)}
 
 
-def holdings(plan: Plan, step: int, lost: tuple[str, ...] = ()) -> list[Holding]:
-    """What the keepers hold after ``step`` of ``plan`` when the nodes ``lost`` are gone."""
-    found = []
+def holdings(upcoming: NextGeneration, step: int, lost: tuple[str, ...] = ()) -> list[Holding]:
+    """What the keepers hold after ``step`` of this generation when the nodes ``lost`` are gone."""
+    plan, found = upcoming.plan, []
     for rank, member in enumerate(plan.members):
         records, start = [], 0
         for piece in pieces(SCHEMA, plan.layout, rank):
             records.append(Record(piece, "float32", start, volume(piece) * 4, "digest"))
             start += volume(piece) * 4
         meta = {"cursor": [0, step, 0], "tokens": 100 * step}
-        snapshot = Snapshot(plan.generation, step, rank, str(plan.layout), tuple(records), meta)
-        for node, role in ((member.node, "primary"), (member.buddy, "copy")):
-            if node is not None and node not in lost:
+        copied = [record for record in records if record.piece in upcoming.copied[rank]]
+        for node, role, held in ((member.node, "primary", records), (member.buddy, "copy", copied)):
+            snapshot = Snapshot(plan.generation, step, rank, str(plan.layout), tuple(held), meta)
+            if node is not None and node not in lost and held:
                 found.append(Holding(snapshot, step % 2, node, role, "memory", ArenaAddress(0, (), 0, "")))
     return found
 
@@ -80,6 +81,14 @@ def test_with_one_node_or_without_protection_nothing_is_survived_and_the_plan_sa
         assert {member.buddy for member in upcoming.plan.members} == {None}
 
 
+def test_replicas_on_other_nodes_need_no_copy_and_replicas_on_the_same_node_do() -> None:
+    spread = plan_on(workers(4), preferred="r2·dp4", survive=0)
+    together = plan_on(workers(4), preferred="r2")
+    assert spread is not None and spread.plan.survives == 1 and not any(spread.copied)
+    assert together is not None and together.plan.survives == 1
+    assert [len(copied) for copied in together.copied] == [NUM_LAYERS] * 2
+
+
 def test_too_few_workers_for_any_layout_is_no_plan() -> None:
     assert plan_on(workers(1), preferred="dp4 dp3") is None
 
@@ -91,7 +100,7 @@ def test_after_any_lost_node_the_state_comes_from_memory_and_no_byte_moves_twice
 ) -> None:
     first = plan_on(workers(4), preferred=preferred)
     assert first is not None
-    source = Source.of(holdings(first.plan, step=7, lost=(lost,)), "memory")
+    source = Source.of(holdings(first, step=7, lost=(lost,)), "memory")
     assert (source.step, source.cursor, source.tokens, source.generation) == (7, [0, 7, 0], 700, 1)
     upcoming = plan_on(workers(4, lost=(lost,)), source, first.plan, preferred)
     assert upcoming is not None and upcoming.transfer is not None
@@ -115,7 +124,7 @@ def test_a_standby_on_the_dead_workers_node_moves_nothing() -> None:
     first = plan_on(workers(4), preferred=layout)
     assert first is not None
     names = {name: node for name, node in workers(4).items() if name != "n2/0"} | {"n2/2": "n2"}
-    upcoming = plan_on(names, Source.of(holdings(first.plan, 3), "memory"), first.plan, layout)
+    upcoming = plan_on(names, Source.of(holdings(first, 3), "memory"), first.plan, layout)
     assert upcoming is not None and upcoming.transfer is not None
     assert upcoming.transfer.bytes_moved == 0
     changed = [new.worker for old, new in zip(first.plan.members, upcoming.plan.members, strict=True) if old != new]
@@ -132,7 +141,7 @@ def test_auto_prefers_the_layout_that_moves_least() -> None:
     """Of all layouts of six workers; ties as `choose_layout` has them."""
     first = plan_on(workers(4))
     assert first is not None and first.plan.layout.size == 8
-    source = Source.of(holdings(first.plan, 5, lost=("n3",)), "memory")
+    source = Source.of(holdings(first, 5, lost=("n3",)), "memory")
     chosen = plan_on(workers(3), source, first.plan)
     assert chosen is not None and chosen.transfer is not None and chosen.plan.layout.size == 6
     for text in ("dp6", "dp3·pp2", "dp2·pp3", "dp3·tp2", "dp2·tp3", "tp6", "pp3·tp2"):
