@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 
 from checkpointing.boxes import describe
 from checkpointing.holding import Holding
 from checkpointing.schema import Piece
 from checkpointing.snapshot import Record, digest_of
+from checkpointing.storage import Pace, Storage
+
+# numpy's and torch's names -> safetensors' own
+SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 @dataclass(frozen=True)
 class Share:
-    """One record that a keeper writes: its ``dtype`` as stored (a safetensors name) and its file inside the folder."""
+    """One record that a keeper writes: its ``dtype`` (the tensor's, as ``TensorSpec`` has it) and its file."""
 
     holding: Holding
     record: Record
@@ -28,59 +45,73 @@ class Share:
     file: str
 
 
-def write_file(attempt: Path, file: str, parts: Sequence[tuple[Share, np.ndarray]]) -> dict[str, Any]:
-    """Write ``parts`` (shares of this file, each with its record's bytes) and fsync; return the manifest entry."""
-    path = attempt / file
-    tensors = {
-        share.record.piece.name: safetensors.TensorSpec(
-            dtype=share.dtype, shape=list(share.record.piece.size), data_ptr=data.ctypes.data, data_len=data.nbytes
-        )
-        for share, data in parts
-    }
-    assert len(tensors) == len(parts), f"two boxes of one tensor in {file}"
-    offsets = {share.record.piece.name: {"saved_offsets": share.record.piece.offset} for share, _ in parts}
-    safetensors.serialize_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
-        header = _read_header(written)
-    places = json.loads(header[8:])
-    pieces = [
-        {
-            "name": share.record.piece.name,
-            "offset": share.record.piece.offset,
-            "size": share.record.piece.size,
-            "dtype": share.record.dtype,
-            "start": len(header) + places[share.record.piece.name]["data_offsets"][0],
-            "nbytes": share.record.nbytes,
-            "digest": share.record.digest,
-        }
-        for share, _ in parts
-    ]
+def safetensors_header(
+    tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """Header (its length before it) of a file whose data are ``tensors`` (name, dtype, shape, bytes) in this order.
+
+    Returns it with where each tensor begins in the file. The header is padded so that data begin at a multiple of 8.
+    """
+    places: dict[str, dict[str, Any]] = {}
+    start = 0
+    for name, dtype, shape, nbytes in tensors:
+        where = [start, start + nbytes]
+        places[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": where}
+        start += nbytes
+    assert len(places) == len(tensors), "two boxes of one tensor in one file"
+    text = json.dumps({"__metadata__": dict(metadata), **places}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + place["data_offsets"][0] for place in places.values()]
+
+
+def write_file(storage: Storage, file: str, parts: Sequence[tuple[Share, np.ndarray]], pace: Pace) -> dict[str, Any]:
+    """Write ``parts`` (shares of this file, each with its record's bytes); return the manifest entry."""
+    # Wide items first, as safetensors itself does: every tensor is then aligned to its own items.
+    parts = sorted(parts, key=lambda part: (-part[0].record.itemsize, part[0].record.piece.name))
+    records = [share.record for share, _ in parts]
+    offsets = {record.piece.name: {"saved_offsets": record.piece.offset} for record in records}
+    header, starts = safetensors_header(
+        [(share.record.piece.name, share.dtype, share.record.piece.size, share.record.nbytes) for share, _ in parts],
+        {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)},
+    )
+    head = np.frombuffer(header, np.uint8)
+    storage.upload(file, [head, *(data for _, data in parts)], pace)
     return {
         "file": file,
-        "nbytes": path.stat().st_size,
+        "nbytes": len(header) + sum(record.nbytes for record in records),
         "header_nbytes": len(header),
-        "header_digest": digest_of(np.frombuffer(header, np.uint8)),
-        "pieces": sorted(pieces, key=lambda piece: piece["start"]),
+        "header_digest": digest_of(head),
+        "pieces": [
+            {
+                "name": record.piece.name,
+                "offset": record.piece.offset,
+                "size": record.piece.size,
+                "dtype": record.dtype,
+                "start": start,
+                "nbytes": record.nbytes,
+                "digest": record.digest,
+            }
+            for record, start in zip(records, starts, strict=True)
+        ],
     }
 
 
-def _read_header(file: Any) -> bytes:
-    """A safetensors file's header with the 8 bytes of its length before it. Header and pieces are the whole file."""
-    length = file.read(8)
-    return length + file.read(int.from_bytes(length, "little"))
-
-
-def damage(path: Path, entry: Mapping[str, Any]) -> list[str]:
+def damage(storage: Storage, entry: Mapping[str, Any]) -> list[str]:
     """What a read of every byte finds wrong with a file of the right size; one sentence each."""
-    content = np.memmap(path, np.uint8, mode="r")
-    problems = []
-    if digest_of(content[: entry["header_nbytes"]]) != entry["header_digest"]:
-        problems.append(f"the header of {entry['file']} is damaged")
-    for record in map(record_of, entry["pieces"]):
-        if digest_of(record.data(content)) != record.digest:
-            problems.append(f"{describe(record.piece)} is damaged in {entry['file']}")
-    return problems
+    file = entry["file"]
+    try:
+        problems = []
+        if digest_of(storage.read_range(file, 0, entry["header_nbytes"])) != entry["header_digest"]:
+            problems.append(f"the header of {file} is damaged")
+        for record in map(record_of, entry["pieces"]):
+            if digest_of(storage.read_range(file, record.start, record.nbytes)) != record.digest:
+                problems.append(f"{describe(record.piece)} is damaged in {file}")
+        return problems
+    except FileNotFoundError:
+        return [f"{file} is missing"]
+    except OSError as error:
+        return [f"{file} cannot be read: {error.strerror}"]
 
 
 def record_of(piece: Mapping[str, Any]) -> Record:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +25,9 @@ from checkpointing.boxes import slices, volume
 from checkpointing.checkpoint_file import Share
 from checkpointing.durable import write_share
 from checkpointing.holding import Holding, HoldingGone, HoldingKey, ReadRequest, verify_record
+from checkpointing.pace import Pacer
 from checkpointing.snapshot import Snapshot, digest_of
+from checkpointing.storage import unpaced
 
 Role = Literal["primary", "copy", "pin"]
 CallHold = Callable[[Any, Snapshot, int, np.ndarray], None]
@@ -153,9 +154,9 @@ class Keeper:
                 self._kept.pop(key).arena.close()
 
     def write_durable(
-        self, step: int, generation: int, directory: str, shares: Sequence[Share]
+        self, step: int, generation: int, location: str, shares: Sequence[Share], max_bytes_per_s: int | None = None
     ) -> list[dict[str, Any]]:
-        """Write this node's shares of a checkpoint into ``directory`` (see durable.py) and drop the step's pins.
+        """Write this node's shares of a checkpoint below ``location`` (see durable.py) and drop the step's pins.
 
         Returns manifest entries, one per file. Bytes come from pins where there are any; otherwise from arenas, which
         must then be quiescent. Raises DigestMismatch or HoldingGone, and then the checkpoint must not be committed.
@@ -166,7 +167,8 @@ class Keeper:
                 assert key[2:4] == (generation, step), f"a share of another state: {key}"
                 buffers[key] = self._lease(leases, key)
             try:
-                return write_share(Path(directory), [(share, buffers[share.holding.key]) for share in shares])
+                pace = Pacer(max_bytes_per_s) if max_bytes_per_s is not None else unpaced
+                return write_share(location, [(share, buffers[share.holding.key]) for share in shares], pace)
             finally:
                 self._unpin(generation, step)
 

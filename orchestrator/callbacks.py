@@ -39,7 +39,7 @@ class Callbacks:
     def on_step(self, line: dict[str, Any]) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
         for callback in self._callbacks:
-            callback.after_report(self._context, [line], _as_ray(checkpoint))
+            callback.after_report(self._context, [line], as_ray(checkpoint))
 
     def on_event(self, event: dict[str, Any]) -> None:
         if event["kind"] == "plan":
@@ -64,9 +64,14 @@ class Callbacks:
         return {rank: RuntimeError(incident["cause"]) for rank in sorted(lost)}
 
 
-def _as_ray(path: str | None) -> Any:
-    if path is None:
+def as_ray(location: str | None) -> Any:
+    """Ray Train's ``Checkpoint`` of one of ours."""
+    if location is None:
         return None
     from ray.train import Checkpoint
 
-    return Checkpoint.from_directory(path)
+    base, _, options = location.partition("?")
+    known = [
+        option for option in options.split("&") if not option.startswith("sse")
+    ]  # pyarrow reads, and knows no more
+    return Checkpoint("?".join((base, "&".join(known))) if options else base)

@@ -6,13 +6,13 @@ What takes long to import is imported by the command that needs it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
+from orchestrator.checkpoint_commands import checkpoint
+from orchestrator.cli_parts import as_json, fail, open_run, print_json
 from orchestrator.one_place import foreign_package
 
 _RESERVED = {
@@ -22,7 +22,6 @@ _RESERVED = {
     "data": "Build, inspect and tune a job's input.",
 }
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 text_option = click.option(
     "--text", "text", multiple=True, metavar="PATH", help="Train on this file or folder of text (may be repeated)."
 )
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. ``arguments`` default to the process's own."""
     problem = foreign_package()
     if problem is not None:
-        return _fail(problem, code=2)
+        return fail(problem, code=2)
     try:
         return cli.main(args=None if arguments is None else list(arguments), standalone_mode=False) or 0
     except click.exceptions.Exit as request:
@@ -41,21 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return 2
     except click.Abort:
-        return _fail("interrupted")
+        return fail("interrupted")
     except ValueError as error:
         # Ray wraps what a remote method raised; the sentence for the user is inside.
-        return _fail(str(getattr(error, "cause", None) or error), code=2)
+        return fail(str(getattr(error, "cause", None) or error), code=2)
     except OSError as error:  # a full disk, a folder that went away: nothing that the input could have told
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-
-
-def _fail(sentence: str, code: int = 1) -> int:
-    click.echo(f"planaria: {sentence}", err=True)
-    return code
-
-
-def _print_json(data: Any) -> None:
-    click.echo(json.dumps(data, indent=1, ensure_ascii=False))
+        return fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
 
 
 @click.group(
@@ -105,10 +95,10 @@ def train(
     end = trainer.run(resume=resume, address=address, on_step=lines)
     lines({"message": end_line(end.path, end.status, end.metrics, len(end.incidents))})
     if as_json:
-        _print_json(
+        print_json(
             {"path": end.path, "status": end.status, "metrics": end.metrics, "error": end.error and str(end.error)}
         )
-    return 0 if end.error is None else _fail(str(end.error))
+    return 0 if end.error is None else fail(str(end.error))
 
 
 @cli.command(epilog="Example: planaria status runs/my-run --json")
@@ -118,9 +108,9 @@ def status(run: str, as_json: bool) -> None:
     """Show how far RUN (its folder, or its name under ./runs) has come."""
     from orchestrator.status import describe_run, read_status
 
-    found = read_status(_open_run(run))
+    found = read_status(open_run(run))
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         click.echo(describe_run(found))
 
@@ -129,95 +119,22 @@ def status(run: str, as_json: bool) -> None:
 @click.argument("run")
 def stop(run: str) -> int:
     """Ask RUN's driver to write a checkpoint and end (the driver then exits with code 0)."""
-    folder = _open_run(run)
+    folder = open_run(run)
     if folder.lease is None or not folder.lease.live:
-        return _fail(f"no driver is at work on run {folder.name!r}; there is nothing to stop")
+        return fail(f"no driver is at work on run {folder.name!r}; there is nothing to stop")
     folder.request_stop()
     click.echo(f"asked run {folder.name!r} to stop after a checkpoint")
     return 0
 
 
-@cli.group(epilog="Example: planaria checkpoint verify runs/my-run")
-def checkpoint() -> None:
-    """List, show and verify a run's durable checkpoints."""
-
-
-@checkpoint.command("list", epilog="Example: planaria checkpoint list runs/my-run --json")
-@click.argument("run")
-@as_json
-def list_command(run: str, as_json: bool) -> None:
-    """List RUN's checkpoints, oldest first."""
-    from checkpointing.durable import step_of
-
-    found = [{"step": step_of(path), "path": str(path)} for path in _checkpoints(run)]
-    if as_json:
-        _print_json(found)
-    else:
-        click.echo("\n".join(f"step {entry['step']}  {entry['path']}" for entry in found) or "no checkpoints")
-
-
-@checkpoint.command(epilog="Example: planaria checkpoint show runs/my-run --step 1200")
-@click.argument("run")
-@click.option("--step", type=int, help="Step of the checkpoint; default the newest.")
-@as_json
-def show(run: str, step: int | None, as_json: bool) -> None:
-    """Show what one checkpoint of RUN holds."""
-    from checkpointing.durable import read_manifest
-
-    path = _chosen(run, step)[-1]
-    manifest = read_manifest(path)
-    if as_json:
-        _print_json(manifest)
-    else:
-        files = manifest["files"]
-        click.echo(f"{path}: step {manifest['step']}, {len(files)} files, {sum(f['nbytes'] for f in files)} bytes")
-
-
-@checkpoint.command(epilog="Example: planaria checkpoint verify runs/my-run")
-@click.argument("run")
-@click.option("--step", type=int, help="Step of the checkpoint; default all of them.")
-@as_json
-def verify(run: str, step: int | None, as_json: bool) -> int:
-    """Read every byte of RUN's checkpoints and compare digests; exit code 1 when one is damaged."""
-    from checkpointing import durable
-
-    problems = {str(path): list(durable.verify(path, deep=True)) for path in _chosen(run, step)}
-    if as_json:
-        _print_json(problems)
-    else:
-        for path, sentences in problems.items():
-            click.echo("\n".join(sentences) or f"{path}: whole")
-    return 1 if any(problems.values()) else 0
-
-
-def _chosen(run: str, step: int | None) -> list[Path]:
-    from checkpointing.durable import step_of
-
-    found = [path for path in _checkpoints(run) if step in (None, step_of(path))]
-    if not found:
-        raise click.UsageError(f"run {run!r} has no checkpoint" + ("" if step is None else f" of step {step}"))
-    return found
-
-
-def _checkpoints(run: str) -> list[Path]:
-    from checkpointing.durable import list_checkpoints
-
-    return list_checkpoints(Path(_open_run(run).location("checkpoints")))
-
-
-def _open_run(run: str) -> Any:
-    """The run in the folder ``run``, or the run of that name under ./runs."""
-    from orchestrator.runfolder import RunFolder
-
-    is_name = "/" not in run and not os.path.isdir(run)
-    return RunFolder.open(os.path.join("runs", run) if is_name else run)
+cli.add_command(checkpoint)
 
 
 def _reserve(name: str, purpose: str) -> None:
     @cli.command(name, help=f"Not available yet. {purpose}", context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def reserved(arguments: tuple[str, ...]) -> int:
-        return _fail(f"'planaria {name}' is not available in this version", code=2)
+        return fail(f"'planaria {name}' is not available in this version", code=2)
 
 
 for _name, _purpose in _RESERVED.items():

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from checkpointing.storage import Storage
 from orchestrator.lines import FORMAT
-from orchestrator.storage import Storage
 
 
 class LeaseLost(RuntimeError):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from io import FileIO
 from typing import Any, Protocol
 
-from orchestrator.storage import LocalStorage, Storage
+from checkpointing.storage import LocalStorage, Storage
 
 FORMAT = 1
 _SEGMENT_S = 3.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pandas
 import ray.train
 
-from checkpointing.durable import list_checkpoints
+from checkpointing.publish import list_checkpoints
+from checkpointing.storage import join
+from orchestrator.callbacks import as_ray
 from orchestrator.runfolder import RunFolder
 from orchestrator.trainer import JobEnd
 
@@ -23,11 +24,10 @@ class ElasticResult(ray.train.Result):
 
 def as_result(end: JobEnd) -> ElasticResult:
     """``checkpoint`` is the newest committed one; ``metrics_dataframe`` has a row per committed step."""
-    location = Path(end.path)
-    checkpoints = list_checkpoints(location / "checkpoints")
+    checkpoints = list_checkpoints(join(end.path, "checkpoints"))
     return ElasticResult(
         metrics=end.metrics,
-        checkpoint=ray.train.Checkpoint.from_directory(str(checkpoints[-1])) if checkpoints else None,
+        checkpoint=as_ray(checkpoints[-1] if checkpoints else None),
         error=end.error,
         path=end.path,
         metrics_dataframe=pandas.DataFrame(RunFolder.open(end.path).read_metrics()),

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from checkpointing.storage import LocalStorage, join, open_storage, split
 from orchestrator.config import JobConfig
 from orchestrator.environment import code_digest, describe_environment
 from orchestrator.lease import Lease, read_lease, renew_lease, take_lease
 from orchestrator.lines import FORMAT, open_lines
-from orchestrator.storage import LocalStorage, open_storage
 
 Status = Literal["finished", "stopped", "failed"]
 _LEASE_S = 10.0
@@ -44,7 +44,7 @@ class Acquired:
 
 
 class RunFolder:
-    """One run on local disk or behind any pyarrow URI.
+    """One run on local disk, S3, or behind any pyarrow URI.
 
     Nothing is created before ``acquire``. A driver calls ``acquire``, then ``renew`` at least every ``lease.ttl_s / 3``
     seconds (calling it more often costs nothing), then ``finish``. Readers need none of these.
@@ -52,8 +52,8 @@ class RunFolder:
 
     def __init__(self, storage_path: str, name: str) -> None:
         self.name = name
-        base, query, options = storage_path.partition("?") if "://" in storage_path else (storage_path, "", "")
-        self._storage = open_storage(f"{base.rstrip('/')}/{name}{query}{options}")
+        open_storage(storage_path)  # says what is wrong with it, before the name is added
+        self._storage = open_storage(join(storage_path, name))
         self.url = self._storage.url
         self._metrics = open_lines(self._storage, "metrics")
         self._events = open_lines(self._storage, "events")
@@ -62,8 +62,7 @@ class RunFolder:
     @classmethod
     def open(cls, location: str) -> RunFolder:
         """The run at ``location`` ("runs/my-run", "s3://bucket/my-run"). Raises RunRefused when there is none."""
-        parent, _, name = location.rstrip("/").rpartition("/")
-        folder = cls(parent or ("/" if location.startswith("/") else "."), name)
+        folder = cls(*split(location))
         if folder._storage.read("job.yaml") is None:
             raise RunRefused(f"there is no run in {folder.url} (it has no job.yaml)")
         return folder
@@ -74,10 +73,12 @@ class RunFolder:
 
     def location(self, *parts: str) -> str:
         """Absolute path or URI of something in the folder: ``location("checkpoints")``."""
-        base, query, options = self.url.partition("?")
-        return "/".join((base, *parts)) + query + options
+        return join(self.url, *parts)
 
     def log_location(self, generation: int, node: str, rank: int) -> str:
+        """Path of the file for what a rank prints. An object cannot be appended to: then it stays in Ray's own logs."""
+        if not self.is_local:
+            return "/dev/stdout"
         return self.location("logs", str(generation), f"{node}-{rank}.log")
 
     # Driving
@@ -157,6 +158,10 @@ class RunFolder:
         self.flush(force=True)
         renew_lease(self._storage, self._lease, status)
         self._lease = None
+
+    def discard(self) -> None:
+        """Remove the folder of a run that did not begin."""
+        self._storage.remove_folder("")
 
     # Asking a driver to stop
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import ray
 
-from checkpointing.durable import StateLost, begin, clean, commit, list_checkpoints, plan_shares, retain, step_of
-from checkpointing.holding import HoldingUnusable
+from checkpointing.config import CheckpointConfig, parse_size
+from checkpointing.cover import StateLost
+from checkpointing.durable import commit
+from checkpointing.holding import Holding, HoldingUnusable
+from checkpointing.publish import begin, give_up, list_checkpoints, step_of, sweep
+from checkpointing.retention import retain
 from checkpointing.schema import Schema
-from checkpointing.transfer import Holding
+from checkpointing.shares import plan_shares
 from orchestrator.generation import take_inventory
 from orchestrator.ledger import Ledger
 from orchestrator.nodes import Nodes
@@ -20,17 +24,24 @@ from orchestrator.runfolder import RunFolder
 
 
 class Saver:
-    """Writes one checkpoint at a time into the run's ``checkpoints`` and keeps the newest ``num_to_keep``."""
+    """Writes one checkpoint at a time into the run's ``checkpoints`` and keeps those that ``config`` asks for."""
 
-    def __init__(self, folder: RunFolder, num_to_keep: int | None, ledger: Ledger) -> None:
-        self.directory = Path(folder.location("checkpoints"))
+    def __init__(self, folder: RunFolder, config: CheckpointConfig, ledger: Ledger) -> None:
+        self.directory = folder.location("checkpoints")
         self.folder = folder
-        self._num_to_keep = num_to_keep
+        self._config = config
+        self._max_bytes_per_s = parse_size(config.max_bandwidth) if config.max_bandwidth else None
         self._ledger = ledger
         self._thread: threading.Thread | None = None
 
     def check_shared(self, nodes: Nodes) -> None:
-        """Raise ValueError when a node does not see the run's folder, since its keeper could not write there."""
+        """Raise ValueError when a node does not see the run's folder, since its keeper could not write there.
+
+        All nodes see object storage. What an earlier driver left there unfinished is removed.
+        """
+        sweep(self.directory)
+        if not self.folder.is_local:
+            return
         with self.folder.probe() as path:
             seen = {node.name: node.keeper.sees.remote(path) for node in nodes}
             blind = [name for name, ref in seen.items() if not ray.get(ref)]
@@ -52,16 +63,17 @@ class Saver:
         )
         self._thread.start()
 
-    def save(self, schema: Schema, nodes: Nodes, generation: int, step: int) -> Path | None:
-        """Save the last step of a generation that has stopped; returns the checkpoint's folder, None when it failed.
+    def save(self, schema: Schema, nodes: Nodes, generation: int, step: int) -> str | None:
+        """Save the last step of a generation that has stopped; returns the checkpoint's location, None when it failed.
 
         Step 0 is not worth a checkpoint, and a step that has one keeps it.
         """
         self.wait()
         if step == 0:
             return None
-        if any(step_of(path) == step for path in list_checkpoints(self.directory)):
-            return next(path for path in list_checkpoints(self.directory) if step_of(path) == step)
+        there = [checkpoint for checkpoint in list_checkpoints(self.directory) if step_of(checkpoint) == step]
+        if there:
+            return there[-1]
         holdings, _ = take_inventory(nodes, set(nodes.domains))
         return self._try(schema, {node.name: node.keeper for node in nodes}, holdings, generation, step, False)
 
@@ -72,11 +84,11 @@ class Saver:
 
     def _try(
         self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int, pinned: bool
-    ) -> Path | None:
+    ) -> str | None:
         """A checkpoint that fails costs no training: the event says why, and the next one is tried."""
         started = time.monotonic()
         try:
-            path = self._write(schema, keepers, holdings, generation, step)
+            checkpoint = self._write(schema, keepers, holdings, generation, step)
         except (OSError, StateLost, HoldingUnusable, ray.exceptions.RayError) as error:
             # Pins make way for those of the next checkpoint, which may be due before this one is written.
             overtaken = pinned and isinstance(error, StateLost | HoldingUnusable)
@@ -84,23 +96,27 @@ class Saver:
             self._ledger.event(kind, step=step, cause=str(error).splitlines()[-1])
             return None
         seconds = round(time.monotonic() - started, 3)
-        self._ledger.event("checkpoint", step=step, path=str(path), seconds=seconds)
-        return path
+        self._ledger.event("checkpoint", step=step, path=checkpoint, seconds=seconds)
+        return checkpoint
 
-    def _write(self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int) -> Path:
+    def _write(self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int) -> str:
         state = [h for h in holdings if (h.snapshot.generation, h.snapshot.step) == (generation, step)]
         shares = plan_shares(schema, state)
-        self.directory.mkdir(parents=True, exist_ok=True)
         attempt = begin(self.directory, step)
         writing = [
-            keepers[node].write_durable.remote(step, generation, str(attempt), share) for node, share in shares.items()
+            keepers[node].write_durable.remote(step, generation, attempt.url, share, self._max_bytes_per_s)
+            for node, share in shares.items()
         ]
         try:
             written = ray.get(writing)
-            path = commit(attempt, schema, state[0].snapshot, [entry for entries in written for entry in entries])
+            checkpoint = commit(attempt, schema, state[0].snapshot, [entry for entries in written for entry in entries])
         except BaseException:
             ray.wait(writing, num_returns=len(writing))  # a keeper that still writes would make its files again
-            clean(self.directory)  # on a full disk, half a checkpoint is in the way of what comes next
+            give_up(attempt)  # on a full disk, half a checkpoint is in the way of what comes next
             raise
-        retain(self.directory, self._num_to_keep)
-        return path
+        retain(self.directory, self._config, self._metrics)
+        return checkpoint
+
+    def _metrics(self) -> dict[int, dict[str, Any]]:
+        self.folder.flush(force=True)
+        return {line["step"]: line for line in self.folder.read_metrics()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +79,6 @@ class ElasticTrainer:
             raise ValueError(problem)
         storage_path = lasting_path(config.run.storage_path)
         folder = RunFolder(storage_path, config.run.name or new_run_name())
-        if not folder.is_local:
-            raise ValueError(f"run.storage_path {storage_path} is not a local path; checkpoints need one so far")
         corpus = Corpus.open(config.data.text)
         if config.training.eval_every:
             corpus.require_held_out(config.data.eval_fraction)
@@ -90,7 +87,7 @@ class ElasticTrainer:
         try:
             acquired = folder.acquire(config, resume=resume)
         except OSError as error:
-            raise ValueError(f"run.storage_path {storage_path} cannot be used: {error.strerror}") from None
+            raise ValueError(f"run.storage_path {storage_path} cannot be used: {error.strerror or error}") from None
         job = acquired.job
         stop = StopRequest(folder, config.training.max_time_s)
         callbacks = Callbacks(config.run.callbacks, RunContext(folder.name, config.run, config.group.scaling))
@@ -121,7 +118,7 @@ class ElasticTrainer:
                 rows, seed = job.training.global_batch_rows, job.training.seed
                 reader_args = (corpus.manifest(), tokenizer, job.data, rows, seed)
                 readers = Readers(job.data.num_readers, job.orphan_grace_s, reader_args)
-                saver = Saver(folder, job.run.checkpoint_config.num_to_keep, ledger)
+                saver = Saver(folder, job.run.checkpoint_config, ledger)
                 first = max(folder.read_plans(), default=0) + 1
                 controller = Controller(
                     job, program, nodes, readers, ledger, saver, stop, note_step, preferred, is_possible, first
@@ -194,7 +191,7 @@ def _cleaned_up(nodes: Nodes, readers: Readers, saver: Saver) -> Iterator[None]:
 def _give_back(folder: RunFolder, acquired: Acquired, status: Any, began: bool) -> None:
     """End the lease; the folder of a new run that was refused before it ``began`` goes again."""
     if status == "failed" and not began and not acquired.resumed and not folder.read_plans():
-        shutil.rmtree(folder.url, ignore_errors=True)
+        folder.discard()
     else:
         with contextlib.suppress(LeaseLost):
             folder.finish(status)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.object_server import CREDENTIALS, ObjectServer
+
 if TYPE_CHECKING:
     from orchestrator.local_cluster import LocalCluster
 
@@ -23,6 +25,7 @@ os.environ.update(
     RAY_AUTH_MODE="token",  # Ray's default once a token exists; with our own, ~/.ray is left alone
     RAY_AUTH_TOKEN=secrets.token_hex(16),
 )
+os.environ.update(CREDENTIALS)  # for the S3 server below; nobody's own are used
 os.environ.pop("RAY_ADDRESS", None)  # a test never joins a cluster that it did not start
 
 PROVE = os.environ.get("PLANARIA_PROVE") == "1"
@@ -46,3 +49,12 @@ def ray_cluster() -> Iterator[LocalCluster]:
 
     with local_cluster(num_nodes=4, cpus_per_node=2) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """A real S3 server. A test that kills it starts it again."""
+    server = ObjectServer(tmp_path_factory.mktemp("objects"))
+    server.start()
+    yield server
+    server.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -12,8 +11,10 @@ from checkpointing.arena import Arena
 from checkpointing.holding import Holding, ReadRequest
 from checkpointing.keeper import Keeper
 from checkpointing.layout import Layout
-from checkpointing.load import load_state, open_holding
+from checkpointing.load import KeeperReads, load_state
+from checkpointing.publish import begin
 from checkpointing.schema import Piece, Schema, TensorSpec, pieces
+from checkpointing.shares import plan_shares
 from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
 from checkpointing.transfer import Destination, TransferPlan
 
@@ -89,7 +90,7 @@ class Nodes:
     def load(self, plan: TransferPlan, rank: int, destination: Destination, reference: Reference) -> None:
         """Load one rank, into arrays with unusual strides, and compare every bit with the reference."""
         into = {p: np.zeros(p.size[::-1], reference[p.name].dtype).T for p in destination.pieces}
-        load_state(plan.fetches[rank], into, open_holding, self.read)
+        load_state(plan.fetches[rank], into, KeeperReads(self.read))
         for piece, array in into.items():
             assert array.tobytes() == cut(reference, piece).tobytes(), piece
 
@@ -104,16 +105,16 @@ class Nodes:
         self.keepers[buddy].hold(snapshot, slot, data.copy())
 
 
-def save_checkpoint(directory: Path, step: int, layout: Layout, names: str = "abcd") -> Path:
+def save_checkpoint(directory: str, step: int, layout: Layout, names: str = "abcd") -> str:
     """A checkpoint of ``random_reference(TINY, step)``, written by the keepers of ``names``."""
     nodes = Nodes(names)
     placement = [names[rank % len(names)] for rank in range(layout.size)]
     nodes.protect(TINY, random_reference(TINY, step), layout, placement, step=step, durable=True)
     holdings = nodes.inventory(names)
-    attempt = durable.begin(directory, step)
+    attempt = begin(directory, step)
     files = []
-    for node, shares in durable.plan_shares(TINY, holdings).items():
-        files += nodes.keepers[node].write_durable(step, 1, str(attempt), shares)
+    for node, shares in plan_shares(TINY, holdings).items():
+        files += nodes.keepers[node].write_durable(step, 1, attempt.url, shares)
     checkpoint = durable.commit(attempt, TINY, holdings[0].snapshot, files)
     assert all(holding.role != "pin" for holding in nodes.inventory(names)), "pins are dropped once they are written"
     nodes.close()

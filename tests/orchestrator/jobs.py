@@ -19,7 +19,8 @@ import psutil
 import ray
 import safetensors.numpy
 
-from checkpointing.durable import list_checkpoints, read_manifest
+from checkpointing.durable import read_manifest
+from checkpointing.publish import list_checkpoints
 from orchestrator.cluster import connect
 from orchestrator.config import JobConfig
 from orchestrator.local_cluster import LocalCluster
@@ -95,8 +96,8 @@ class Drive:
         return [event for event in self.folder.read_events() if "incident" in event]
 
     @property
-    def checkpoints(self) -> list[Path]:
-        return list_checkpoints(Path(self.folder.location("checkpoints")))
+    def checkpoints(self) -> list[str]:
+        return list_checkpoints(self.folder.location("checkpoints"))
 
     @contextlib.contextmanager
     def when(self, happened: Callable[[list[Line]], bool], act: Callable[[], None]) -> Iterator[None]:
@@ -219,12 +220,12 @@ def assert_same_course(metrics: list[Line], reference: list[Line], r: float = R)
         assert distance <= r, f"the loss of step {line['step']} ({line['layout']}) is off by {distance:.2g}"
 
 
-def whole_state(checkpoint: Path) -> dict[str, np.ndarray]:
+def whole_state(checkpoint: str) -> dict[str, np.ndarray]:
     """A checkpoint's tensors put together again from their pieces, whatever the layout was."""
     manifest = read_manifest(checkpoint)
     whole: dict[str, np.ndarray] = {}
     for entry in manifest["files"]:
-        parts = safetensors.numpy.load_file(checkpoint / entry["file"])
+        parts = safetensors.numpy.load_file(Path(checkpoint) / entry["file"])
         for piece in entry["pieces"]:
             part = parts[piece["name"]]
             target = whole.setdefault(piece["name"], np.empty(manifest["tensors"][piece["name"]]["shape"], part.dtype))
@@ -233,7 +234,7 @@ def whole_state(checkpoint: Path) -> dict[str, np.ndarray]:
     return whole
 
 
-def assert_bitwise_equal(ours: Path, other: Path) -> None:
+def assert_bitwise_equal(ours: str, other: str) -> None:
     first, second = whole_state(ours), whole_state(other)
     assert first.keys() == second.keys()
     differing = [name for name in first if first[name].tobytes() != second[name].tobytes()]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.durable import step_of
+from checkpointing.publish import step_of
 from orchestrator.cli import main
 from orchestrator.local_cluster import LocalCluster
 from tests.orchestrator.jobs import Drive, assert_every_step_once, job, wait_until, write_text

@@ -6,23 +6,27 @@ import errno
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from pyarrow.fs import LocalFileSystem
 
+from checkpointing.arrow_storage import ArrowStorage
+from checkpointing.storage import LocalStorage, Storage, open_storage
 from orchestrator import lines as lines_module
 from orchestrator.environment import PACKAGES
-from orchestrator.lease import LeaseLost
+from orchestrator.lease import Lease, LeaseLost
 from orchestrator.lines import FileLines, SegmentLines
 from orchestrator.runfolder import RunFolder, RunRefused
-from orchestrator.storage import LocalStorage, ObjectStorage, Storage, _put_if_absent
+from tests.object_server import ObjectServer
 from tests.orchestrator.run_drivers import JOB, drive_forever, race
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -164,12 +168,12 @@ def test_renewal_moves_the_expiry_and_is_cheap_until_it_is_due(tmp_path: Path) -
 # -- what is written is read back
 
 
-def _object_storage(path: Path) -> ObjectStorage:
-    """The storage that S3 and others use, on top of pyarrow's local file system."""
-    return ObjectStorage(LocalFileSystem(), str(path), f"file://{path}")
+def _arrow_storage(path: Path) -> ArrowStorage:
+    """The storage of what is neither local nor S3, on top of pyarrow's local file system."""
+    return ArrowStorage(LocalFileSystem(), str(path), f"file://{path}")
 
 
-@pytest.mark.parametrize("make", [LocalStorage, _object_storage])
+@pytest.mark.parametrize("make", [LocalStorage, _arrow_storage])
 def test_storage(tmp_path: Path, make: Callable[[Path], Storage]) -> None:
     storage = make(tmp_path / "x")
     assert storage.read("a") is None and storage.names("d") == []
@@ -205,7 +209,7 @@ def test_a_torn_line_is_left_out_and_harms_no_other(tmp_path: Path) -> None:
 
 
 def test_segments_read_as_one_log_also_after_a_new_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = _object_storage(tmp_path)
+    storage = _arrow_storage(tmp_path)
     first, second = SegmentLines(storage, "log"), SegmentLines(storage, "log")
     for number in range(3):
         first.append({"n": number})
@@ -271,49 +275,71 @@ def test_the_environment_names_neither_host_nor_user(tmp_path: Path) -> None:
     assert set(PACKAGES) == {"checkpointing", "orchestrator", "pipelines", "workers"}
 
 
-# -- S3: exclusive creation is a conditional PUT
+# -- S3
 
 
-class _Bucket(BaseHTTPRequestHandler):
-    objects: dict[str, bytes]
-
-    def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        taken = self.path in self.objects and self.headers["If-None-Match"] == "*"
-        if not taken:
-            self.objects[self.path] = body
-        error = b"<Error><Code>PreconditionFailed</Code></Error>" if taken else b""
-        self.send_response(412 if taken else 200)
-        self.send_header("Content-Length", str(len(error)))
-        self.end_headers()
-        self.wfile.write(error)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, bytes]]]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    handler = type("Bucket", (_Bucket,), {"objects": {}})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"s3://bucket/runs?scheme=http&region=eu-1&endpoint_override=127.0.0.1:{server.server_port}", handler.objects
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_exclusive_creation_on_s3(s3: tuple[str, dict[str, bytes]]) -> None:
-    url, objects = s3
-    assert _put_if_absent(url, "bucket/runs/lease/1", b"first")
-    assert not _put_if_absent(url, "bucket/runs/lease/1", b"second")
-    assert list(objects) == ["/bucket/runs/lease/1"]
+def test_a_run_on_s3(object_server: ObjectServer) -> None:
+    """Driven, stopped, taken over and read back there; its logs are numbered segments."""
+    path = object_server.url(f"runs-{secrets.token_hex(4)}")
+    first, reader = RunFolder(path, "run"), RunFolder(path, "run")
+    assert not first.is_local and first.location("checkpoints").startswith(path.partition("?")[0] + "/run/checkpoints?")
+    assert not first.acquire(JOB).resumed
+    with pytest.raises(RunRefused, match="is being driven from"):
+        reader.acquire(JOB)
+    for step in range(1, 4):
+        first.append_metrics({"step": step, "generation": 1, "loss": 1.0 / step})
+        first.flush(force=True)
+    first.append_event({"kind": "state"})
+    first.write_plan(1, {"layout": "dp2"})
+    assert [line["step"] for line in reader.read_metrics()] == [1, 2, 3]
+    assert reader.read_plans() == {1: {"layout": "dp2"}}
+    reader.request_stop()
+    assert first.stop_requested()
+    first.finish("stopped")
+    keys = {key.partition("/run/")[2] for key in object_server.objects(urlsplit(path).path.strip("/"))}
+    assert {"job.yaml", "lease/00000001.json", "events/00000000.jsonl"} <= keys
+    assert {f"metrics/0000000{number}.jsonl" for number in range(3)} <= keys
+    again = RunFolder.open(first.url)
+    got = again.acquire(JOB)
+    assert (got.resumed, got.epoch, again.stop_requested()) == (True, 2, False)
+    first._lease = Lease(1, "somebody:1:1", "host", 0.0, 1.0)
+    with pytest.raises(LeaseLost):
+        first.renew()
+    again.discard()
+    assert object_server.objects(urlsplit(path).path.strip("/")) == {}
 
 
-def test_locations_behind_a_uri_keep_their_options(s3: tuple[str, dict[str, bytes]]) -> None:
-    run = RunFolder(s3[0], "run")
-    assert run.location("checkpoints").startswith("s3://bucket/runs/run/checkpoints?scheme=http&region=eu-1&")
-    assert not run.is_local
+def test_one_of_two_rivals_creates_on_s3(object_server: ObjectServer) -> None:
+    storages = [open_storage(object_server.url(f"rivals-{secrets.token_hex(4)}")) for _ in range(1)] * 8
+    start = threading.Barrier(len(storages))
+
+    def create(number: int) -> bool:
+        start.wait()
+        return storages[number].create("lease/1", str(number).encode())
+
+    with ThreadPoolExecutor(len(storages)) as pool:
+        won = list(pool.map(create, range(len(storages))))
+    assert won.count(True) == 1 and storages[0].read("lease/1") == str(won.index(True)).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("s3://", "names no bucket; write s3://bucket/prefix"),
+        ("s3:///prefix", "names no bucket"),
+        ("s3://key:secret@bucket/x", "must not hold credentials"),
+        ("s3://bucket/x?endpont_override=localhost", "has the unknown option 'endpont_override'"),
+        ("gopher://bucket/x", "cannot be used"),
+    ],
+)
+def test_a_location_that_cannot_be_is_refused(path: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        RunFolder(path, "run")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_store_that_says_no_is_named(object_server: ObjectServer) -> None:
+    elsewhere = object_server.url("x").replace("s3://bucket/", "s3://no-such-bucket-here/")
+    with pytest.raises(OSError, match="NoSuchBucket") as caught:
+        open_storage(elsewhere).read("a")
+    assert caught.value.filename == "s3://no-such-bucket-here/x/a" and "\n" not in str(caught.value)

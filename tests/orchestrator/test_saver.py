@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
+from checkpointing.config import CheckpointConfig
 from checkpointing.cover import StateLost
 from orchestrator import saver as saver_module
 from orchestrator.ledger import Ledger
@@ -20,7 +21,7 @@ def test_half_a_checkpoint_is_removed_once_nobody_writes_it(tmp_path: Path, monk
     attempts: list[Path] = []
     waited: list[int] = []
 
-    def write_durable(step: int, generation: int, attempt: str, share: Any) -> str:
+    def write_durable(step: int, generation: int, attempt: str, share: Any, max_bytes_per_s: int | None) -> str:
         attempts.append(Path(attempt))
         (Path(attempt) / "data" / "half.safetensors").write_bytes(b"half")
         return attempt
@@ -37,10 +38,10 @@ def test_half_a_checkpoint_is_removed_once_nobody_writes_it(tmp_path: Path, monk
     monkeypatch.setattr(saver_module, "plan_shares", lambda schema, state: {"node-1": (), "node-2": ()})
     folder = RunFolder(str(tmp_path), "run")
     keeper = SimpleNamespace(write_durable=SimpleNamespace(remote=write_durable))
-    saver = Saver(folder, None, Ledger(folder))
+    saver = Saver(folder, CheckpointConfig(), Ledger(folder))
 
     assert saver._try(SimpleNamespace(), {"node-1": keeper, "node-2": keeper}, [], 1, 5, pinned=False) is None
-    assert waited == [2] and attempts and not list(saver.directory.iterdir())
+    assert waited == [2] and attempts and not list(Path(saver.directory).iterdir())
     (event,) = folder.read_events()
     assert (event["kind"], event["step"], event["cause"]) == ("checkpoint_failed", 5, "No space left on device")
 
@@ -51,7 +52,7 @@ def test_a_checkpoint_whose_pins_made_way_is_left_out(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(saver_module, "plan_shares", plan_shares)
     folder = RunFolder(str(tmp_path), "run")
-    saver = Saver(folder, None, Ledger(folder))
+    saver = Saver(folder, CheckpointConfig(), Ledger(folder))
     for pinned in (True, False):
         assert saver._try(SimpleNamespace(), {}, [], 1, 5, pinned) is None
     assert [event["kind"] for event in folder.read_events()] == ["checkpoint_skipped", "checkpoint_failed"]
