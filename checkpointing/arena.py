@@ -4,9 +4,10 @@ Each slot is a memfd: it has no name in any file system, so nothing can leak, an
 process that holds it. A worker maps the keeper's descriptor through /proc; when the worker is killed the keeper still
 has every byte.
 
-Before a slot's data lie two words that both processes see. The *ticket* is odd while the writer is at work and even
+Before a slot's data lie two words that all processes see. The *ticket* is odd while the writer is at work and even
 when the content is whole, so a writer killed half-way leaves a slot that nobody takes for a snapshot. The *lease count*
-is the number of readers in the keeper; the writer waits for it to reach zero.
+is the number of readers in the keeper; the writer waits for it to reach zero. After them come *marks*, one byte for
+each of the first records of the content, in which the readers of a node tell each other what they have verified.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy as np
 
 from checkpointing.node_memory import available_memory
 
-_HEADER = mmap.PAGESIZE
+_HEADER = 16 * mmap.PAGESIZE
+_WORDS_NBYTES = 64
 _TICKET, _LEASES = 0, 1
 
 
@@ -84,18 +86,9 @@ class Arena:
     def attach(cls, address: ArenaAddress) -> Arena:
         """Map an arena of another process on this node. Raises ArenaLost when that process is gone."""
         maps = []
-        for number in address.fds:
-            path = f"/proc/{address.pid}/fd/{number}"
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except OSError:
-                raise ArenaLost(f"process {address.pid} no longer holds its arena") from None
-            try:
-                if address.token not in os.readlink(f"/proc/self/fd/{fd}"):
-                    raise ArenaLost(f"process {address.pid} no longer holds its arena")
+        for index in range(len(address.fds)):
+            with _opened(address, index) as fd:
                 maps.append(_map(fd, address.nbytes))
-            finally:
-                os.close(fd)
         return cls(address, maps, ())
 
     def slot(self, index: int) -> np.ndarray:
@@ -119,6 +112,7 @@ class Arena:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"slot {index} is still being read after {timeout_s} s")
             time.sleep(0.0005)
+        self._buffers[index][_WORDS_NBYTES:_HEADER] = 0
         yield self.slot(index)
         words[_TICKET] += 1
 
@@ -151,6 +145,33 @@ class Arena:
 
     def _words(self, index: int) -> np.ndarray:
         return self._buffers[index][:16].view(np.int64)
+
+
+def map_slot(address: ArenaAddress, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """(data, marks) of one slot for a reader on the node, both uint8, 1-d. Raises ArenaLost when its owner is gone.
+
+    The data cannot be written to, and only pages that are touched get mapped: that costs about as much as copying them.
+    """
+    with _opened(address, index) as fd:
+        header = mmap.mmap(fd, _HEADER, flags=mmap.MAP_SHARED)
+        data = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=_HEADER)
+    return np.frombuffer(data, np.uint8), np.frombuffer(header, np.uint8)[_WORDS_NBYTES:]
+
+
+@contextmanager
+def _opened(address: ArenaAddress, index: int) -> Iterator[int]:
+    """The slot's memfd, opened in this process."""
+    gone = ArenaLost(f"process {address.pid} no longer holds its arena")
+    try:
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fds[index]}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        raise gone from None
+    try:
+        if address.token not in os.readlink(f"/proc/self/fd/{fd}"):
+            raise gone
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointing.holding import HoldingUnusable
-from checkpointing.load import load_state, open_holding
+from checkpointing.load import KeeperReads, load_state
 from pipelines.batches import Cursor
 from pipelines.client import InputInterrupted, ReaderClient
 from workers.calls import RendezvousClient, wait_for
@@ -131,12 +131,8 @@ class _Training:
         if order.fetches is None:
             self.engine.initialize()
         else:
-            load_state(
-                order.fetches,
-                state.arrays,
-                open_holding,
-                lambda node, requests: wait_for(order.keepers[node].read.remote(requests), fence),
-            )
+            keepers = KeeperReads(lambda node, asked: wait_for(order.keepers[node].read.remote(asked), fence))
+            load_state(order.fetches, state.arrays, keepers)
             state.push()
         self.snapshots = Snapshots(order, state, fence)
         self._closers.append(self.snapshots.close)

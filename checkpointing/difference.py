@@ -1,0 +1,140 @@
+"""Two checkpoints compared tensor by tensor, whatever their layouts are, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from checkpointing.boxes import overlap, slices
+from checkpointing.durable import checkpoint_holdings, read_manifest
+from checkpointing.local_read import OpenHolding
+from checkpointing.moves import split
+from checkpointing.schema import Piece
+from checkpointing.snapshot import Record
+
+_BLOCK_ELEMENTS = 1 << 20
+_SAME_SIZED_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor differs. ``note`` says what cannot be compared; else so many of ``num_elements`` differ.
+
+    ``largest`` is the largest absolute difference (None where the dtype has no arithmetic here), ``first`` the index of
+    the first element that differs.
+    """
+
+    name: str
+    num_elements: int = 0
+    num_differing: int = 0
+    largest: float | None = None
+    first: tuple[int, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{self.name}: {self.note}"
+        by = "" if self.largest is None else f", by at most {self.largest:.3g}"
+        return (
+            f"{self.name}: {self.num_differing} of {self.num_elements} elements differ{by}, first at {list(self.first)}"
+        )
+
+
+def differences(a: str, b: str, rtol: float | None) -> Iterator[TensorDifference]:
+    """What differs between the checkpoints at ``a`` and ``b``; nothing when they are equal.
+
+    Without ``rtol`` bits are compared (NaNs and signed zeros too). With it elements are equal when
+    |a - b| <= rtol * |b|, or when both are NaN or the same infinity. Every byte is verified first. Raises ValueError
+    for a damaged manifest, DigestMismatch or HoldingGone for damaged data.
+    """
+    ours, theirs = _Opened(a), _Opened(b)
+    for name in sorted(ours.tensors.keys() | theirs.tensors.keys()):
+        if name not in ours.tensors or name not in theirs.tensors:
+            yield TensorDifference(name, note=f"only in {a if name in ours.tensors else b}")
+            continue
+        (shape, dtype), (other_shape, other_dtype) = ours.tensors[name], theirs.tensors[name]
+        if (shape, dtype) != (other_shape, other_dtype):
+            yield TensorDifference(name, note=f"{dtype}{list(shape)} is not {other_dtype}{list(other_shape)}")
+            continue
+        found = _compare(name, shape, dtype, ours, theirs, rtol)
+        if found is not None:
+            yield found
+
+
+class _Opened:
+    """A checkpoint's tensors, and who has which box of them."""
+
+    def __init__(self, location: str) -> None:
+        tensors = read_manifest(location)["tensors"]
+        self.tensors = {name: (tuple(tensor["shape"]), tensor["dtype"]) for name, tensor in tensors.items()}
+        self.holders: Mapping[str, list[tuple[OpenHolding, Record]]] = defaultdict(list)
+        for holding in checkpoint_holdings(location):
+            opened = OpenHolding.open(holding)
+            for record in holding.snapshot.records:
+                self.holders[record.piece.name].append((opened, record))
+
+    def verify(self, name: str) -> None:
+        for opened, record in self.holders[name]:
+            opened.verify(record)
+
+
+def _compare(
+    name: str, shape: tuple[int, ...], dtype: str, ours: _Opened, theirs: _Opened, rtol: float | None
+) -> TensorDifference | None:
+    ours.verify(name)
+    theirs.verify(name)
+    num_differing, largest, firsts = 0, None, []
+    for box, a, b in _blocks(ours.holders[name], theirs.holders[name]):
+        x, y = _numbers(a, dtype), _numbers(b, dtype)
+        if rtol is None or x is None or y is None:
+            bits = _SAME_SIZED_BITS[a.itemsize]
+            differing = a.view(bits) != b.view(bits)
+        else:
+            differing = ~np.isclose(x, y, rtol=rtol, atol=0.0, equal_nan=True)
+        if not differing.any():
+            continue
+        num_differing += int(np.count_nonzero(differing))
+        firsts.append(tuple(int(i) + o for i, o in zip(np.argwhere(differing)[0], box.offset, strict=True)))
+        if x is not None and y is not None:
+            with np.errstate(invalid="ignore"):
+                distance = np.abs(x - y)[differing]
+            largest = max(largest or 0.0, float(np.max(distance, initial=0.0, where=~np.isnan(distance))))
+    if not num_differing:
+        return None
+    return TensorDifference(name, math.prod(shape), num_differing, largest, min(firsts))
+
+
+def _blocks(
+    ours: Sequence[tuple[OpenHolding, Record]], theirs: Sequence[tuple[OpenHolding, Record]]
+) -> Iterator[tuple[Piece, np.ndarray, np.ndarray]]:
+    """Every element once: a box and both sides' arrays of it."""
+    for opened, record in ours:
+        for other, other_record in theirs:
+            common = overlap(record.piece, other_record.piece)
+            if common is not None:
+                for box in split(common, _BLOCK_ELEMENTS):
+                    yield box, _array(opened, record, box), _array(other, other_record, box)
+
+
+def _array(opened: OpenHolding, record: Record, box: Piece) -> np.ndarray:
+    """``box`` of a verified record; of far files only the rows that it spans are read."""
+    if not box.size:
+        return np.ascontiguousarray(record.array(opened.data))
+    first, rows = box.offset[0] - record.piece.offset[0], box.size[0]
+    row_nbytes = record.nbytes // record.piece.size[0]
+    start = record.start + first * row_nbytes
+    data = opened.data[start : start + rows * row_nbytes]
+    block = Piece(record.piece.name, (box.offset[0], *record.piece.offset[1:]), (rows, *record.piece.size[1:]))
+    return np.ascontiguousarray(data.view(record.dtype).reshape(block.size)[slices(box, block)])
+
+
+def _numbers(array: np.ndarray, dtype: str) -> Any:
+    """The values as float64; None for what numpy has no arithmetic for."""
+    if dtype == "bfloat16":
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return None if dtype.startswith("float8") else array.view(dtype).astype(np.float64)
