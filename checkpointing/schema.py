@@ -35,7 +35,7 @@ class TensorSpec:
     tp_dim     dim that tensor parallelism cuts; None: every tensor-parallel rank holds all of it
     where      "layer" | "first" stage | "last" stage | "ends" (both: a tied embedding) | "all" stages
     layer      decoder layer index, for "layer"
-    fsdp_dims  FSDP cuts the first of these dims that has a row for every rank, or else the first; (): none
+    fsdp_dims  FSDP cuts the first of these dims that has a row for every rank, or else the last; (): none
     ep_dim     for the experts of a layer: the dim that counts them; such a tensor lives on the expert mesh
     heads      ``tp_dim`` consists of so many heads, which stay whole and are repeated over further ranks
     pad_to     local tensors are padded along ``tp_dim`` to one multiple of this; 0: not padded, torch.chunk's sizes
@@ -56,6 +56,11 @@ class TensorSpec:
     pad_to: int = 0
     parameter: tuple[int, ...] | None = None
     dims: tuple[int | None, ...] | None = None
+
+    @property
+    def stored_as(self) -> str:
+        """Name of the numpy dtype that carries the bits: numpy has no bfloat16 and no 8-bit floats."""
+        return "uint16" if self.dtype == "bfloat16" else "uint8" if self.dtype.startswith("float8_") else self.dtype
 
     @property
     def cuts(self) -> Hashable:
@@ -224,7 +229,7 @@ def _cut(unit: _Unit, layout: Layout, at: Coordinates) -> _Cut:
         (layout.edp, at.edp) if spec.ep_dim is not None else (layout.dp * layout.cp, at.dp * layout.cp + at.cp)
     )
     if whole and spec.fsdp_dims:
-        dim = next((dim for dim in spec.fsdp_dims if whole[dim] >= parts), spec.fsdp_dims[0])
+        dim = _fsdp_dim(spec, layout, parts)
         first, whole[dim] = chunk(whole[dim], parts, index)
         found = [_narrow(s, dim, first - s.start[dim], whole[dim], 0) for s in found]
     if spec.dims is not None:
@@ -240,6 +245,16 @@ def _cut(unit: _Unit, layout: Layout, at: Coordinates) -> _Cut:
         ]
         whole = list(project(whole, shape))
     return tuple(whole), tuple(segment for segment in found if 0 not in segment.size)
+
+
+def _fsdp_dim(spec: TensorSpec, layout: Layout, parts: int) -> int:
+    """The same on all ranks: torchtitan cuts experts along another dim when there are fewer of them than ranks."""
+    shape = spec.shape if spec.parameter is None else spec.parameter
+    tp = layout.tp if spec.ep_dim is None else layout.etp
+    for dim in spec.fsdp_dims:
+        if shape[dim] >= parts * (tp if dim == spec.tp_dim else 1) * (layout.ep if dim == spec.ep_dim else 1):
+            return dim
+    return spec.fsdp_dims[-1]
 
 
 def _before_fsdp(

@@ -25,12 +25,12 @@ _ROLES = ("primary", "pin", "copy")
 
 
 class Common(NamedTuple):
-    """What a needed box shares with the box ``source``: ``count`` elements."""
+    """What a needed box shares with the box ``source``."""
 
     source: Box
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    count: int
+    num_elements: int
 
 
 class Grid:
@@ -61,7 +61,7 @@ class Grid:
             near = near[first : bisect_left(self._starts, start + needed.size[self._dim])]
         shared = [(box, overlap(needed, Piece("", *box))) for box in near]
         commons = tuple(Common(box, it.offset, it.size, volume(it)) for box, it in shared if it is not None)
-        full = sum(common.count for common in commons) == math.prod(needed.size)
+        full = sum(common.num_elements for common in commons) == math.prod(needed.size)
         boxes = (Piece("", common.offset, common.size) for common in commons)
         return commons, full and all(len(holders) == 1 for _, holders in cells(needed, boxes))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from checkpointing.boxes import overlap, volume, without
 from checkpointing.cover import StateLost, describe_missing
-from checkpointing.holding import TIERS, Holding, Tier
+from checkpointing.holding import TIERS, Holding, HoldingKey, Tier
 from checkpointing.schema import Piece, Schema
 from checkpointing.snapshot import Record
 from checkpointing.sources import Box, Held, Owners, Source, TensorSources, index
@@ -19,12 +19,12 @@ from checkpointing.sources import Box, Held, Owners, Source, TensorSources, inde
 class Destination:
     """What a rank (that need not exist yet) will hold, and on which node.
 
-    own  the rank whose snapshot is in the arena that the rank's worker wrote itself; None for a new worker
+    own  key of the holding that the rank's worker wrote itself; None for a new worker
     """
 
     node: str
     pieces: tuple[Piece, ...]
-    own: int | None = None
+    own: HoldingKey | None = None
 
 
 class Part(NamedTuple):
@@ -88,11 +88,7 @@ class Planner:
         self._load: dict[str, int] = defaultdict(int)  # bytes each node serves to others
         self._tensors = index(holdings, {spec.name for spec in schema.tensors})
         self._owners: dict[tuple[str, ...], Owners] = {}
-        self._primaries = {
-            (holding.node, holding.snapshot.rank): holding
-            for holding in holdings
-            if holding.tier == "memory" and holding.role == "primary"
-        }
+        self._by_key = {holding.key: holding for holding in holdings}
         self.bytes_moved = self.bytes_lower_bound = 0
         self.tier: Tier = "memory"
 
@@ -120,8 +116,8 @@ class Planner:
         return tuple(found)
 
     def _own(self, destination: Destination) -> Mapping[Piece, Held]:
-        holding = self._primaries.get((destination.node, destination.own)) if destination.own is not None else None
-        return {record.piece: (holding, record) for record in holding.snapshot.records} if holding else {}
+        holding = None if destination.own is None else self._by_key.get(destination.own)
+        return {} if holding is None else {record.piece: (holding, record) for record in holding.snapshot.records}
 
     def _part(self, target: _Target, tensor: TensorSources, box: Box, wanted: Piece, count: int) -> Part:
         """``wanted`` from the best holder of ``box``."""
