@@ -124,7 +124,7 @@ def _blocks(
 def _array(opened: OpenHolding, record: Record, box: Piece) -> np.ndarray:
     """``box`` of a verified record; of far files only the rows that it spans are read."""
     if not box.size:
-        return np.ascontiguousarray(record.array(opened.data))
+        return record.array(opened.data)
     first, rows = box.offset[0] - record.piece.offset[0], box.size[0]
     row_nbytes = record.nbytes // record.piece.size[0]
     start = record.start + first * row_nbytes
@@ -135,6 +135,10 @@ def _array(opened: OpenHolding, record: Record, box: Piece) -> np.ndarray:
 
 def _numbers(array: np.ndarray, dtype: str) -> Any:
     """The values as float64; None for what numpy has no arithmetic for."""
+    if dtype.startswith("float8"):
+        return None
     if dtype == "bfloat16":
-        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return None if dtype.startswith("float8") else array.view(dtype).astype(np.float64)
+        array = array.astype(np.uint32) << 16
+        dtype = "float32"
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+        return array.view(dtype).astype(np.float64)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import click
 
+from orchestrator.checkpoint_tools import add_tools
 from orchestrator.cli_parts import as_json, checkpoints_of, newest_checkpoint, open_run, print_json, step_option
 
 
 @click.group(epilog="Example: planaria checkpoint verify runs/my-run")
 def checkpoint() -> None:
-    """List, show, verify, export, import and thin out a run's durable checkpoints."""
+    """List, show, verify, compare, re-shard, export, import and thin out durable checkpoints."""
+
+
+add_tools(checkpoint)
 
 
 @checkpoint.command("list", epilog="Example: planaria checkpoint list runs/my-run --json")

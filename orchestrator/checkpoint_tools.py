@@ -1,0 +1,102 @@
+"""``planaria checkpoint diff`` and ``reshard``: what works on checkpoints of any layouts, wherever they lie."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import click
+
+from orchestrator.cli_parts import as_json, fail, newest_checkpoint, print_json
+
+
+def add_tools(group: click.Group) -> None:
+    """Put the commands into the group ``checkpoint``."""
+    group.add_command(diff)
+    group.add_command(reshard)
+
+
+@click.command(epilog="Example: planaria checkpoint diff runs/before@1200 runs/after@1200 --allclose 1e-5")
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--allclose", "rtol", type=click.FloatRange(0), metavar="RTOL", help="Equal is |a-b| <= RTOL*|b|, not bits."
+)
+@as_json
+def diff(a: str, b: str, rtol: float | None, as_json: bool) -> int:
+    """Compare the tensors of two checkpoints, whatever their layouts are; exit code 1 when they differ.
+
+    A and B are each a checkpoint's folder, RUN for its newest checkpoint, or RUN@STEP.
+    """
+    from checkpointing.difference import differences
+    from checkpointing.durable import read_manifest
+    from checkpointing.holding import HoldingUnusable
+    from checkpointing.retention import reading
+
+    places = find_checkpoint(a), find_checkpoint(b)
+    try:
+        with ExitStack() as kept:
+            for place in places:
+                kept.enter_context(reading(place))
+            num_tensors = len(read_manifest(places[0])["tensors"])
+            found = list(differences(*places, rtol))
+    except HoldingUnusable as damage:
+        return fail(str(damage), code=2)
+    if as_json:
+        differing = [asdict(difference) for difference in found]
+        print_json({"a": places[0], "b": places[1], "num_tensors": num_tensors, "differing": differing})
+    else:
+        how = "bit by bit" if rtol is None else f"within {rtol:g}"
+        end = f"{len(found)} tensors differ" if found else f"{num_tensors} tensors are equal {how}"
+        click.echo("\n".join([*map(str, found), end]))
+    return 1 if found else 0
+
+
+@click.command(epilog="Example: planaria checkpoint reshard runs/my-run@1200 resharded --layout pp2.tp4")
+@click.argument("src")
+@click.argument("dst")
+@click.option("--layout", "text", required=True, metavar="LAYOUT", help="As in a job: pp2.dp2.tp2")
+@as_json
+def reshard(src: str, dst: str, text: str, as_json: bool) -> int:
+    """Write the checkpoint SRC into the folder DST, cut as the workers of LAYOUT hold it, and verify it.
+
+    SRC is a checkpoint's folder, RUN for its newest checkpoint, or RUN@STEP. Training does not need this: a run goes on
+    from a checkpoint of any layout.
+    """
+    from checkpointing.durable import verify
+    from checkpointing.holding import HoldingUnusable
+    from checkpointing.layout import Layout
+    from checkpointing.retention import reading
+    from checkpointing.rewrite import rewrite
+    from checkpointing.storage import open_storage, split
+
+    layout, place = Layout.parse(text), find_checkpoint(src)
+    directory = open_storage(dst).url
+    if open_storage(split(directory)[0]).read("job.yaml") is not None:
+        raise click.UsageError(f"{dst} is in a run's folder, where only its driver writes; choose another one")
+    try:
+        with reading(place):
+            made = rewrite(place, directory, layout)
+    except HoldingUnusable as damage:
+        return fail(str(damage), code=2)
+    problems = verify(made, deep=True)
+    if problems:
+        return fail("; ".join(problems))
+    if as_json:
+        print_json({"path": made, "layout": str(layout), "source": place})
+    else:
+        click.echo(f"{made}: written under layout {layout} and verified")
+    return 0
+
+
+def find_checkpoint(text: str) -> str:
+    """Location of the checkpoint that ``text`` names. Raises ValueError or click.UsageError when there is none."""
+    from checkpointing.publish import MANIFEST
+    from checkpointing.storage import open_storage
+
+    at_step = re.fullmatch(r"(.+)@(\d+)", text)
+    if at_step is not None:
+        return newest_checkpoint(at_step[1], int(at_step[2]))
+    storage = open_storage(text)
+    return storage.url if storage.read(MANIFEST) is not None else newest_checkpoint(text, None)
