@@ -72,7 +72,7 @@ class Keeper:
     def protect(self, snapshot: Snapshot, slot: int, num_copied: int, durable: bool = False) -> float:
         """List what the worker has just written into ``slot``; return the seconds that it took to be held twice.
 
-        The first ``num_copied`` records go to the buddy: those that no replica elsewhere holds as well. ``durable`` also
+        The first ``num_copied`` records go to the buddy: those that no replica elsewhere holds. ``durable`` also
         pins the bytes until ``write_durable``, since the worker rewrites the slot two snapshots later. Raises
         StaleGeneration, and whatever ``call_hold`` raises.
         """

@@ -21,8 +21,10 @@ import numpy as np
 from checkpointing.storage import Pace, flat, unpaced
 
 _OPTIONS = ("region", "endpoint_override", "scheme", "sse", "sse_kms_key_id")
-_PART_NBYTES = 16 << 20
+_PART_NBYTES = 16 << 20  # S3 takes none below 5 MiB but the last
+_PARTS_FROM_NBYTES = _PART_NBYTES  # smaller files are one request
 _MOST_PARTS = 10_000
+_MOST_TRIES = 9
 _PARTS_AT_ONCE = 4  # of one file; so many parts are in memory beside the state
 _UPLOAD_NOTE = ".upload"  # name + this holds the id of an unfinished multipart upload of ``name``
 _MOST_DELETED_AT_ONCE = 1000
@@ -30,12 +32,12 @@ _MOST_DELETED_AT_ONCE = 1000
 
 @lru_cache
 def _client(region: str | None, endpoint: str | None) -> Any:
-    """Thread-safe. Retries wait with full jitter, for half a minute all in all."""
+    """Thread-safe. Retries wait with full jitter, for most of a minute all in all."""
     import boto3
     from botocore.config import Config
 
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": 7},
+        retries={"mode": "standard", "total_max_attempts": _MOST_TRIES},
         connect_timeout=5,
         read_timeout=60,
         max_pool_connections=32,
@@ -100,12 +102,11 @@ class S3Storage:
 
     def upload(self, name: str, buffers: Sequence[np.ndarray], pace: Pace = unpaced) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        part_nbytes = max(_PART_NBYTES, -(-nbytes // _MOST_PARTS))
-        chunks = _chunks(buffers, part_nbytes)
-        if nbytes <= part_nbytes:
+        if nbytes <= _PARTS_FROM_NBYTES:
             pace(nbytes)
-            self.write(name, next(chunks, b""))
+            self.write(name, b"".join(map(flat, buffers)))
             return
+        chunks = _chunks(buffers, max(_PART_NBYTES, -(-nbytes // _MOST_PARTS)))
         with self._errors(name):
             upload = {**self._at(name), **self._encryption}
             upload_id = self._s3.create_multipart_upload(**upload)["UploadId"]
@@ -176,12 +177,16 @@ class S3Storage:
         for note in [name for name in self.sizes(folder) if name.endswith(_UPLOAD_NOTE)]:
             self._abort(note.removesuffix(_UPLOAD_NOTE), (self.read(note) or b"").decode())
             self.remove(note)
-        prefix = self._below(folder)
+        for name, upload_id in self._listed_uploads(folder):
+            self._abort(name, upload_id)
+
+    def _listed_uploads(self, folder: str) -> list[tuple[str, str]]:
+        """(name, upload id) of what the store lists as unfinished."""
+        prefix, base = self._below(folder), self._below("")
         with self._errors(folder):
             pages = self._s3.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=prefix)
-            for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
-                if upload["Key"].startswith(prefix):
-                    self._abort(upload["Key"].removeprefix(self._below("")), upload["UploadId"])
+            found = [upload for page in pages for upload in page.get("Uploads", ())]
+            return [(u["Key"].removeprefix(base), u["UploadId"]) for u in found if u["Key"].startswith(prefix)]
 
     def _abort(self, name: str, upload_id: str) -> None:
         from botocore.exceptions import BotoCoreError, ClientError

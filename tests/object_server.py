@@ -76,7 +76,7 @@ class ObjectServer:
                 [str(weed), "server", "-s3", "-filer", *(f"-{key}={value}" for key, value in options.items())],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "WEED_S3_SSE_KEK_PASSPHRASE": "passphrase of the tests"},
+                env={**os.environ, "WEED_S3_SSE_KEY": "key of the tests"},
                 cwd=self._folder,
             )
         deadline = time.monotonic() + _START_S
