@@ -44,6 +44,8 @@ def violations(schema: Schema, holdings: Sequence[Holding]) -> tuple[Violation, 
     held: dict[Piece, list[_Held]] = defaultdict(list)
     found = []
     for holding in sorted(holdings, key=str):
+        times = Counter(record.piece for record in holding.snapshot.records)
+        found += [_violation("overlap", box, [holding], "is there twice") for box, count in times.items() if count > 1]
         for record in holding.snapshot.records:
             spec = specs.get(record.piece.name)
             if spec is not None and _is_inside(record.piece, spec.shape):
@@ -65,9 +67,6 @@ def _of_one_box(spec: TensorSpec, box: Piece, holders: Sequence[_Held]) -> Itera
         if record.dtype != spec.stored_as or record.nbytes != volume(box) * np.dtype(record.dtype).itemsize:
             is_now = f"has dtype {record.dtype} and {record.nbytes} bytes instead of dtype {spec.stored_as}"
             yield _violation("dtype", box, [holding], is_now)
-    twice = [key for key, count in Counter(holding.key for holding, _ in holders).items() if count > 1]
-    if twice:
-        yield _violation("overlap", box, [h for h, _ in holders if h.key in twice], "is there more than once")
     by_digest: dict[str, list[Holding]] = defaultdict(list)
     for holding, record in holders:
         by_digest[record.digest].append(holding)

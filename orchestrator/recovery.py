@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from checkpointing.holding import HoldingKey
 from checkpointing.layout import Layout
 from checkpointing.redundancy import unreplicated
-from checkpointing.schema import Piece, Schema, pieces
+from checkpointing.schema import Piece, Schema, ShardMap
 from checkpointing.transfer import Destination, Holding, TransferPlan, plan_transfer
 from orchestrator.policies import assign, buddies, choose_layout
 from workers.plan import Member, Plan
@@ -71,12 +73,16 @@ def plan_generation(
             Member(worker, workers[worker], copies.get(workers[worker])) for worker in assign(layout, workers, before)
         )
 
+    own = _own_holdings(source, previous)
+
+    @cache
     def transfer_to(layout: Layout) -> TransferPlan:
+        shards = ShardMap(schema, layout)
         destinations = {
-            rank: Destination(member.node, pieces(schema, layout, rank))
+            rank: Destination(member.node, shards.pieces(rank), own.get(member.worker))
             for rank, member in enumerate(members_of(layout))
         }
-        return plan_transfer(schema, source.holdings, destinations)
+        return plan_transfer(schema, source.holdings, destinations, domains)
 
     layout = choose_layout(
         preferred,
@@ -87,7 +93,8 @@ def plan_generation(
     if layout is None:
         return None
     members = members_of(layout)
-    held = [pieces(schema, layout, rank) for rank in range(layout.size)]
+    shards = ShardMap(schema, layout)
+    held = [shards.pieces(rank) for rank in range(layout.size)]
     single = unreplicated(held, [domains[member.node] for member in members])
     playing = {member.worker for member in members}
     plan = Plan(
@@ -100,3 +107,14 @@ def plan_generation(
     )
     copied = tuple(alone if member.buddy else frozenset[Piece]() for member, alone in zip(members, single, strict=True))
     return NextGeneration(plan, copied, transfer_to(layout) if source.holdings else None, source)
+
+
+def _own_holdings(source: Source, previous: Plan | None) -> dict[str, HoldingKey]:
+    """Worker -> key of the holding that it wrote itself, for those that played when the source was made."""
+    if previous is None or previous.generation != source.generation:
+        return {}
+    wrote = {
+        (holding.node, holding.snapshot.rank): holding.key for holding in source.holdings if holding.role == "primary"
+    }
+    players = {member.worker: (member.node, rank) for rank, member in enumerate(previous.members)}
+    return {worker: wrote[place] for worker, place in players.items() if place in wrote}

@@ -49,6 +49,7 @@ def plan_on(
     previous: Plan | None = None,
     preferred: str | None = None,
     survive: int = 1,
+    domains: dict[str, str] | None = None,
 ) -> NextGeneration | None:
     return plan_generation(
         generation=previous.generation + 1 if previous else 1,
@@ -57,7 +58,7 @@ def plan_on(
         preferred=tuple(Layout.parse(text) for text in preferred.split()) if preferred else None,
         is_possible=lambda layout: 12 % layout.tp == 0 and layout.pp <= NUM_LAYERS,
         workers=names,
-        domains={node: node for node in names.values()},
+        domains=domains or {node: node for node in names.values()},
         survive=survive,
         previous=previous,
     )
@@ -148,3 +149,26 @@ def test_auto_prefers_the_layout_that_moves_least() -> None:
         other = plan_on(workers(3), source, first.plan, text)
         assert other is not None and other.transfer is not None
         assert chosen.transfer.bytes_moved <= other.transfer.bytes_moved <= STATE_BYTES * 6
+
+
+def test_survivors_go_on_from_what_they_wrote_themselves() -> None:
+    """Both workers of a node hold the whole state, and so does every other node."""
+    first = plan_on(workers(4), preferred="r8")
+    assert first is not None
+    upcoming = plan_on(workers(4), Source.of(holdings(first, 3), "memory"), first.plan, "r8")
+    assert upcoming is not None and upcoming.transfer is not None
+    for rank, fetches in upcoming.transfer.fetches.items():
+        assert {part.holding.snapshot.rank for fetch in fetches for part in fetch.parts} == {rank}
+
+
+def test_bytes_come_from_the_own_failure_domain_first() -> None:
+    """n0 and n2 are one domain, n1 and n3 the other; n2 and n3 are new and each domain has the whole state."""
+    domains = {"n0": "even", "n1": "odd", "n2": "even", "n3": "odd"}
+    first = plan_on(workers(2), preferred="r4", domains=domains)
+    assert first is not None
+    upcoming = plan_on(workers(4), Source.of(holdings(first, 3), "memory"), first.plan, "r8", domains=domains)
+    assert upcoming is not None and upcoming.transfer is not None
+    for rank, fetches in upcoming.transfer.fetches.items():
+        served = {part.holding.node for fetch in fetches for part in fetch.parts}
+        assert {domains[node] for node in served} == {domains[upcoming.plan.members[rank].node]}
+    assert upcoming.transfer.bytes_moved == 4 * STATE_BYTES
