@@ -1,8 +1,8 @@
-"""A checkpoint rewritten for another layout: read as any destination would, written and committed like any other."""
+"""A checkpoint made by one process: rewritten for another layout, or from tensors that come from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,16 @@ import numpy as np
 from checkpointing.checkpoint_file import Share
 from checkpointing.durable import checkpoint_holdings, commit, read_manifest, write_share
 from checkpointing.layout import Layout
-from checkpointing.live import live_holdings
+from checkpointing.live import live_holdings, stored_as
 from checkpointing.load import KeeperReads, load_state
 from checkpointing.publish import begin, give_up, list_checkpoints, step_of
-from checkpointing.schema import Schema
+from checkpointing.schema import Piece, Schema
 from checkpointing.schema_json import schema_from_json
 from checkpointing.shares import plan_shares
-from checkpointing.snapshot import Record, digest_of
+from checkpointing.snapshot import Record, Snapshot, digest_of
 from checkpointing.transfer import Destination, Planner
 
+Read = Callable[[Sequence[Piece]], Sequence[np.ndarray]]
 _FILE_NBYTES = 256 << 20
 
 
@@ -37,13 +38,25 @@ def rewrite(checkpoint: str, directory: str, layout: Layout, file_nbytes: int = 
         raise ValueError(f"{directory} has a checkpoint of step {step} already; choose another folder")
     holdings = checkpoint_holdings(checkpoint)
     planner = Planner(schema, holdings)
-    attempt = begin(directory, step)
+    snapshot = replace(holdings[0].snapshot, layout=str(layout))
+    dtypes = {spec.name: stored_as(spec.dtype) for spec in schema.tensors}
+    return write_state(directory, schema, snapshot, lambda boxes: _read(planner, boxes, dtypes), file_nbytes)
+
+
+def write_state(directory: str, schema: Schema, snapshot: Snapshot, read: Read, file_nbytes: int = _FILE_NBYTES) -> str:
+    """Write and commit a checkpoint in ``directory`` as the ranks of ``snapshot.layout`` would have; its location.
+
+    ``snapshot`` says what the manifest is to say; its records are not looked at. ``read`` gives the bits of some boxes,
+    a file's worth at a time: C-contiguous arrays of their shapes. What ``read`` raises is raised, and nothing stays.
+    """
+    attempt = begin(directory, snapshot.step)
     try:
         entries: list[dict[str, Any]] = []
-        for shares in plan_shares(schema, live_holdings(schema, layout)).values():
+        for shares in plan_shares(schema, live_holdings(schema, Layout.parse(snapshot.layout))).values():
             for batch in _batches(shares, file_nbytes):
-                entries += write_share(attempt.url, _read(planner, batch))
-        snapshot = replace(holdings[0].snapshot, layout=str(layout))
+                arrays = read([share.record.piece for share in batch])
+                described = zip(batch, arrays, strict=True)
+                entries += write_share(attempt.url, [(_described(share, a), _bytes(a)) for share, a in described])
         return commit(attempt, schema, snapshot, entries)
     except BaseException:
         give_up(attempt)
@@ -72,12 +85,24 @@ def _batches(shares: Sequence[Share], file_nbytes: int) -> Iterator[list[Share]]
         yield batch
 
 
-def _read(planner: Planner, batch: Sequence[Share]) -> list[tuple[Share, np.ndarray]]:
-    """Each share with its bytes; its record then has their digest and points into them."""
-    wanted = tuple(share.record.piece for share in batch)
-    into = {share.record.piece: np.empty(share.record.piece.size, share.record.dtype) for share in batch}
-    load_state(planner.fetches(Destination("", wanted)), into, KeeperReads(_nothing_is_far))
-    return [(_described(share, into[share.record.piece]), _bytes(into[share.record.piece])) for share in batch]
+class WholeTensors:
+    """The tensors of a checkpoint, put together from its pieces; every byte is verified. ``specs``: by name."""
+
+    def __init__(self, checkpoint: str) -> None:
+        schema = schema_from_json(read_manifest(checkpoint))
+        self.specs = {spec.name: spec for spec in schema.tensors}
+        self._planner = Planner(schema, checkpoint_holdings(checkpoint))
+
+    def read(self, name: str) -> np.ndarray:
+        """The bits of a tensor (see ``stored_as``). Raises DigestMismatch or HoldingGone."""
+        shape, dtype = self.specs[name].shape, stored_as(self.specs[name].dtype)
+        return _read(self._planner, [Piece(name, (0,) * len(shape), shape)], {name: dtype})[0]
+
+
+def _read(planner: Planner, boxes: Sequence[Piece], dtypes: Mapping[str, np.dtype]) -> list[np.ndarray]:
+    into = {box: np.empty(box.size, dtypes[box.name]) for box in boxes}
+    load_state(planner.fetches(Destination("", tuple(boxes))), into, KeeperReads(_nothing_is_far))
+    return [into[box] for box in boxes]
 
 
 def _described(share: Share, array: np.ndarray) -> Share:

@@ -6,6 +6,7 @@ import click
 
 from orchestrator.checkpoint_tools import add_tools
 from orchestrator.cli_parts import as_json, checkpoints_of, newest_checkpoint, open_run, print_json, step_option
+from orchestrator.interchange_commands import export_command, import_command
 
 
 @click.group(epilog="Example: planaria checkpoint verify runs/my-run")
@@ -14,6 +15,8 @@ def checkpoint() -> None:
 
 
 add_tools(checkpoint)
+checkpoint.add_command(export_command)
+checkpoint.add_command(import_command)
 
 
 @checkpoint.command("list", epilog="Example: planaria checkpoint list runs/my-run --json")

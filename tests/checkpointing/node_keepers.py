@@ -105,17 +105,27 @@ class Nodes:
         self.keepers[buddy].hold(snapshot, slot, data.copy())
 
 
-def save_checkpoint(directory: str, step: int, layout: Layout, names: str = "abcd") -> str:
-    """A checkpoint of ``random_reference(TINY, step)``, written by the keepers of ``names``."""
+def save_checkpoint(
+    directory: str,
+    step: int,
+    layout: Layout,
+    names: str = "abcd",
+    schema: Schema = TINY,
+    reference: Reference | None = None,
+) -> str:
+    """A checkpoint of ``reference`` (default ``random_reference(schema, step)``), written by keepers ``names``."""
     nodes = Nodes(names)
-    placement = [names[rank % len(names)] for rank in range(layout.size)]
-    nodes.protect(TINY, random_reference(TINY, step), layout, placement, step=step, durable=True)
-    holdings = nodes.inventory(names)
-    attempt = begin(directory, step)
-    files = []
-    for node, shares in plan_shares(TINY, holdings).items():
-        files += nodes.keepers[node].write_durable(step, 1, attempt.url, shares)
-    checkpoint = durable.commit(attempt, TINY, holdings[0].snapshot, files)
-    assert all(holding.role != "pin" for holding in nodes.inventory(names)), "pins are dropped once they are written"
-    nodes.close()
-    return checkpoint
+    try:
+        placement = [names[rank % len(names)] for rank in range(layout.size)]
+        state = random_reference(schema, step) if reference is None else reference
+        nodes.protect(schema, state, layout, placement, step=step, durable=True)
+        holdings = nodes.inventory(names)
+        attempt = begin(directory, step)
+        files = []
+        for node, shares in plan_shares(schema, holdings).items():
+            files += nodes.keepers[node].write_durable(step, 1, attempt.url, shares)
+        checkpoint = durable.commit(attempt, schema, holdings[0].snapshot, files)
+        assert all(holding.role != "pin" for holding in nodes.inventory(names)), "pins go once they are written"
+        return checkpoint
+    finally:
+        nodes.close()
