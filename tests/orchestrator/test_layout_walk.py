@@ -1,0 +1,134 @@
+"""A job that changes its layout again and again while it trains, on eight workers of four Ray nodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import orchestrator.trainer
+from checkpointing.holding import Holding, ReadRequest
+from checkpointing.layout import Layout
+from checkpointing.load import KeeperReads, load_state
+from checkpointing.schema import Schema, pieces
+from checkpointing.snapshot import digest_of
+from checkpointing.transfer import Destination, Planner
+from orchestrator.controller import Controller
+from orchestrator.local_cluster import LocalCluster
+from orchestrator.recovery import NextGeneration, Source
+from tests.checkpointing.node_keepers import Reference, cut
+from tests.orchestrator.jobs import Drive, assert_every_step_once, assert_same_course, job, write_text
+from workers.plan import Plan
+
+NUM_WORKERS = 8
+STEPS_EACH = 2  # and one more, since a stop is asked for while a step is under way
+SHORT_WALK = ["dp8", "dp2·tp4", "pp4·tp2", "dp2·tp2·pp2", "r2·dp4", "pp4·dp2"]
+MODEL = "model={dim: 32, num_layers: 4, num_heads: 4, num_kv_heads: 4, ffn_dim: 64}"
+
+
+def long_walk() -> list[str]:
+    """Every layout of eight workers that the model can have, and stages of unequal length, in a seeded order."""
+    sizes = (1, 2, 4, 8)
+    found = [Layout(pp=pp, r=r, dp=dp, tp=tp) for pp in sizes[:3] for r in sizes for dp in sizes for tp in sizes[:3]]
+    texts = [str(layout) for layout in found if layout.size == NUM_WORKERS] + ["pp2:3+1·dp4", "pp2:1+3·dp2·tp2"]
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+class Walk(Controller):
+    """The controller with another answer to the question which layout is next: the next one of the route.
+
+    At the end of each leg it looks into the keepers. There is what every worker wrote right after it had taken over the
+    state, and what it wrote last.
+    """
+
+    route: Sequence[Layout] = ()
+    legs: list[tuple[Layout, int]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.legs = type(self).seen = []
+        self._before: Reference | None = None
+
+    def _replan(self, source: Source) -> NextGeneration | None:
+        self._preferred = (self.route[len(self.legs)],)
+        self._began = source.step
+        return super()._replan(source)
+
+    def _better_layout(self, plan: Plan) -> bool:
+        return self.step >= self._began + STEPS_EACH and len(self.legs) + 1 < len(self.route)
+
+    def _resized(self, plan: Plan) -> Source:
+        self._look(plan)
+        return super()._resized(plan)
+
+    def _finish(self, generation: int, step: int) -> None:
+        assert self._plan is not None
+        self._look(self._plan)
+        super()._finish(generation, step)
+
+    def _look(self, plan: Plan) -> None:
+        holdings = [h for h in self._inventory() if h.snapshot.generation == plan.generation]
+        if self._before is not None:
+            first = [h for h in holdings if h.snapshot.step == self._began]
+            assert_all_hold(self._before, first, self._schema, plan.layout)
+        last = max(h.snapshot.step for h in holdings)
+        self._before = self._whole([h for h in holdings if h.snapshot.step == last])
+        self.legs.append((plan.layout, self._began))
+
+    def _whole(self, holdings: Sequence[Holding]) -> Reference:
+        """The unsharded state, from the keepers' memory."""
+        keepers = {node.name: node.keeper for node in self._nodes}
+
+        def read(node: str, requests: list[ReadRequest]) -> Any:
+            return ray.get(keepers[node].read.remote(requests))
+
+        whole = pieces(self._schema, Layout(), 0)
+        into = {
+            piece: np.empty(piece.size, spec.dtype) for piece, spec in zip(whole, self._schema.tensors, strict=True)
+        }
+        load_state(Planner(self._schema, holdings).fetches(Destination("driver", whole)), into, KeeperReads(read))
+        return {piece.name: array for piece, array in into.items()}
+
+
+def assert_all_hold(reference: Reference, holdings: Sequence[Holding], schema: Schema, layout: Layout) -> None:
+    """Each rank wrote the boxes of its layout, bit by bit as in ``reference``, whoever holds them."""
+    primaries = {h.snapshot.rank: h for h in holdings if h.role == "primary"}
+    assert sorted(primaries) == list(range(layout.size))
+    for rank, holding in primaries.items():
+        assert {record.piece for record in holding.snapshot.records} == set(pieces(schema, layout, rank))
+    for holding in holdings:
+        for record in holding.snapshot.records:
+            assert record.digest == digest_of(np.array(cut(reference, record.piece), order="C")), (
+                holding,
+                record.piece,
+            )
+
+
+def test_walk(tmp_path: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, prove: bool) -> None:
+    """Parameters and optimizer state bitwise after every move, the loss curve that of one worker."""
+    write_text(tmp_path)
+    route = long_walk() if prove else SHORT_WALK
+    num_steps = (STEPS_EACH + 2) * len(route)
+    shape = (MODEL, "protection={survive: 1, snapshot_every: 1000}", f"training.max_steps={num_steps}")
+    alone = Drive(job(tmp_path, "alone", *shape), cluster)
+    assert alone.run().error is None
+
+    monkeypatch.setattr(Walk, "route", [Layout.parse(text) for text in route])
+    monkeypatch.setattr(orchestrator.trainer, "Controller", Walk)
+    walk = Drive(job(tmp_path, "walk", *shape, f"scaling.num_workers={NUM_WORKERS}", "layout=auto"), cluster)
+    end = walk.run()
+    assert end.error is None
+    assert [layout for layout, _ in Walk.seen] == list(Walk.route)
+    assert_every_step_once(walk.metrics, num_steps)
+    assert_same_course(walk.metrics, alone.metrics)
+    for incident in walk.incidents:
+        assert (incident["kind"], incident["source_tier"], incident["steps_run_again"]) == ("resize", "memory", 0)
+        assert incident["bytes_moved"] == incident["bytes_lower_bound"]
+        print(f"{incident['layout_before']} -> {incident['layout_after']}: {incident['phases']}")
+    assert len(walk.incidents) == len(route) - 1
