@@ -1,4 +1,4 @@
-"""A job that changes its layout again and again while it trains, on eight workers of four Ray nodes."""
+"""Changes of layout, one after the other, on eight workers of four Ray nodes: while they train, and with experts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import orchestrator.trainer
 from checkpointing.holding import Holding, ReadRequest
@@ -17,12 +18,15 @@ from checkpointing.layout import Layout
 from checkpointing.load import KeeperReads, load_state
 from checkpointing.schema import Schema, pieces
 from checkpointing.snapshot import digest_of
-from checkpointing.transfer import Destination, Planner
+from checkpointing.transfer import Destination, Planner, plan_transfer
+from orchestrator.actors import KeeperActor
+from orchestrator.cluster import connect
 from orchestrator.controller import Controller
 from orchestrator.local_cluster import LocalCluster
 from orchestrator.recovery import NextGeneration, Source
-from tests.checkpointing.node_keepers import Reference, cut
+from tests.checkpointing.node_keepers import Reference, cut, random_reference
 from tests.orchestrator.jobs import Drive, assert_every_step_once, assert_same_course, job, write_text
+from tests.orchestrator.movers import Mover, expert_schema
 from workers.plan import Plan
 
 NUM_WORKERS = 8
@@ -132,3 +136,59 @@ def test_walk(tmp_path: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyP
         assert incident["bytes_moved"] == incident["bytes_lower_bound"]
         print(f"{incident['layout_before']} -> {incident['layout_after']}: {incident['phases']}")
     assert len(walk.incidents) == len(route) - 1
+
+
+EXPERT_WALK = [
+    "dp8·ep8",
+    "pp2·dp2·tp2·ep4·v2",
+    "dp2·cp2·tp2·ep2·etp2",
+    "pp4:2+1+1+1·tp2·ep2",
+    "r2·cp2·tp2·ep4",
+    "pp2:1+1+2+1·cp4·ep2·etp2·v2",
+    "dp4·tp2·ep8",
+    "cp8",
+]
+
+
+def test_walk_with_experts(cluster: LocalCluster) -> None:
+    """Expert, context and interleaved layouts: what every worker holds after a move is bitwise the unsharded state."""
+    schema = expert_schema()
+    reference = random_reference(schema, seed=4)
+    with connect(cluster.address):
+        places = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in cluster.nodes]
+        names = [f"node-{index}" for index in range(len(places))]
+        keepers = {
+            name: KeeperActor.options(num_cpus=0, max_concurrency=16, scheduling_strategy=place).remote(name, 600.0)
+            for name, place in zip(names, places, strict=True)
+        }
+        node_of = [names[rank * len(names) // NUM_WORKERS] for rank in range(NUM_WORKERS)]
+        movers = [
+            Mover.options(scheduling_strategy=places[names.index(node)]).remote(
+                keepers, node, names[(names.index(node) + 1) % len(names)]
+            )
+            for node in node_of
+        ]
+        before = Layout.parse(EXPERT_WALK[0])
+        ray.get([mover.fill.remote(1, before, rank, 4) for rank, mover in enumerate(movers)])
+        for generation, text in enumerate(EXPERT_WALK[1:], start=2):
+            layout = Layout.parse(text)
+            held = _held_by(keepers, generation - 1)
+            destinations = {rank: Destination(node, pieces(schema, layout, rank)) for rank, node in enumerate(node_of)}
+            plan = plan_transfer(schema, held, destinations)
+            assert plan.bytes_moved == plan.bytes_lower_bound
+            moved = ray.get(
+                [
+                    mover.take_over.remote(generation, layout, rank, plan.fetches[rank])
+                    for rank, mover in enumerate(movers)
+                ]
+            )
+            assert sum(one.received for one in moved) == plan.bytes_moved
+            assert_all_hold(reference, _held_by(keepers, generation), schema, layout)
+            ray.get([keeper.release.remote(generation) for keeper in keepers.values()])
+        for actor in (*movers, *keepers.values()):
+            ray.kill(actor)
+
+
+def _held_by(keepers: dict[str, Any], generation: int) -> list[Holding]:
+    inventories = ray.get([keeper.inventory.remote() for keeper in keepers.values()])
+    return [holding for found in inventories for holding in found if holding.snapshot.generation == generation]
