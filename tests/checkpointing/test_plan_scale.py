@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+
+import pytest
 
 from checkpointing.arena import ArenaAddress
 from checkpointing.boxes import volume
@@ -67,9 +70,8 @@ def plan(before: str, after: str) -> Planned:
     return Planned(seconds, num_parts, planner.bytes_moved, planner.bytes_lower_bound)
 
 
-def test_plan_scale(prove: bool) -> None:
+def test_plan_scale(prove: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Seconds per part do not grow with the cluster; to 16,384 ranks under `make prove`."""
-    print()
     rates = []
     for dp in (2, 8, 32, 128) if prove else (2, 8):
         before, after = f"pp16·dp{dp}·tp8", f"pp8·dp{2 * dp}·tp8"
@@ -77,9 +79,10 @@ def test_plan_scale(prove: bool) -> None:
         rates.append(planned.seconds / planned.num_parts)
         assert planned.bytes_moved == planned.bytes_lower_bound > 0
         assert planned.seconds < (10 if dp <= 8 else 60)
-        print(
-            f"{Layout.parse(before).size:6d} ranks, {before} to {after}: {planned.seconds:6.2f} s for "
-            f"{planned.num_parts} parts, {1e6 * rates[-1]:.1f} us each, {planned.bytes_moved / 1e9:.0f} GB to move"
-        )
+        with capsys.disabled() if prove else nullcontext():
+            print(
+                f"\n{Layout.parse(before).size:6d} ranks, {before} to {after}: {planned.seconds:6.2f} s for "
+                f"{planned.num_parts} parts, {1e6 * rates[-1]:.1f} us each, {planned.bytes_moved / 1e9:.0f} GB to move"
+            )
     assert len(SCHEMA.tensors) == 1000
     assert rates[-1] < 3 * rates[0]

@@ -152,7 +152,7 @@ def test_fp64_parity(ranks: Ranks, layout: Layout) -> None:
     assert_parity(ranks, layout, "fp64", num_rows=9, num_steps=5, micro_batch_rows=2)
 
 
-@pytest.mark.parametrize("text", ["1", "dp3", "tp2·pp2", "r2·dp2·pp2"])
+@pytest.mark.parametrize("text", ["1", "dp3", "tp2·pp2", "r2·dp2·pp2", "pp3:1+3+1·dp2"])
 def test_fp32_parity(ranks: Ranks, text: str) -> None:
     """Five rows: over dp3 one data rank has a row less and runs a micro-batch that counts for nothing."""
     assert_parity(ranks, Layout.parse(text), "fp32", num_rows=5, num_steps=5)
