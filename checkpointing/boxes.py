@@ -57,9 +57,8 @@ def _cells(
     box: Piece, offset: tuple[int, ...], size: tuple[int, ...], holders: list[Piece]
 ) -> Iterator[tuple[Piece, list[Piece]]]:
     dim = len(offset)
-    if not holders or dim == len(box.size):
-        if 0 not in box.size:
-            yield Piece(box.name, (*offset, *box.offset[dim:]), (*size, *box.size[dim:])), holders
+    if dim == len(box.size):
+        yield Piece(box.name, offset, size), holders
         return
     lower, upper = box.offset[dim], box.offset[dim] + box.size[dim]
     spans = [(max(lower, h.offset[dim]), min(upper, h.offset[dim] + h.size[dim])) for h in holders]

@@ -10,10 +10,12 @@ import pytest
 from checkpointing.arena import ArenaAddress
 from checkpointing.boxes import volume
 from checkpointing.checks import violations
+from checkpointing.cover import StateLost
 from checkpointing.holding import Holding
 from checkpointing.layout import Layout
 from checkpointing.schema import Piece, Schema, ShardMap, TensorSpec
 from checkpointing.snapshot import Record, Snapshot
+from checkpointing.transfer import Destination, plan_transfer
 
 SCHEMA = Schema(
     (
@@ -106,3 +108,5 @@ def test_a_volume_that_is_right_does_not_hide_an_overlap_and_a_gap() -> None:
     held = holdings("dp2")
     held = changed(held, 1, lambda r: [replace(r[0], piece=Piece("w", (3, 0), (4, 6))), *r[1:]])
     assert sorted(v.kind for v in violations(SCHEMA, held)) == ["missing", "overlap"]
+    with pytest.raises(StateLost, match=r"nobody holds w\[7:8, 0:6\]$"):
+        plan_transfer(SCHEMA, held, {0: Destination("new", (Piece("w", (0, 0), (8, 6)),))})
