@@ -14,7 +14,7 @@ import click
 
 from benchmarks.rows import Row, table
 
-NAMES = ("recovery", "steady")
+NAMES = ("recovery", "reshard", "save", "steady")
 _RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 
 

@@ -95,6 +95,10 @@ class Arena:
         """The slot's bytes: uint8, 1-d, ``nbytes`` long, shared with every process that maps the arena."""
         return self._buffers[index][_HEADER:]
 
+    def marks(self, index: int) -> np.ndarray:
+        """What readers tell each other about the slot's content: uint8, 1-d, all zero after a rewrite."""
+        return self._buffers[index][_WORDS_NBYTES:_HEADER]
+
     def ticket(self, index: int) -> int:
         """Changes with every rewrite; odd while a writer is at work."""
         return int(self._words(index)[_TICKET])
@@ -112,7 +116,7 @@ class Arena:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"slot {index} is still being read after {timeout_s} s")
             time.sleep(0.0005)
-        self._buffers[index][_WORDS_NBYTES:_HEADER] = 0
+        self.marks(index)[:] = 0
         yield self.slot(index)
         words[_TICKET] += 1
 

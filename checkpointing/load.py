@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from checkpointing.arena import Arena
 from checkpointing.boxes import describe, slices, volume
 from checkpointing.holding import DigestMismatch, ReadRequest
 from checkpointing.local_read import OpenHolding, Wanted, store
@@ -55,8 +56,12 @@ class Moved:
     staged: int
 
 
-def load_state(fetches: Iterable[Fetch], into: Mapping[Piece, np.ndarray], transport: Transport) -> Moved:
+def load_state(
+    fetches: Iterable[Fetch], into: Mapping[Piece, np.ndarray], transport: Transport, mapped: Arena | None = None
+) -> Moved:
     """Fill ``into`` (one array of shape ``piece.size`` per fetched piece, any strides, dtype as recorded).
+
+    ``mapped`` is the arena that this process has mapped already, usually because it wrote there.
 
     Workers of the step that is read must have stopped by now, since local parts are read straight from their arenas.
     Raises DigestMismatch or HoldingGone, whose ``key`` names the holding to exclude from the next plan; ``into`` is
@@ -77,7 +82,7 @@ def load_state(fetches: Iterable[Fetch], into: Mapping[Piece, np.ndarray], trans
         received.append(data.nbytes)
 
     def read(*moves: Move) -> int:
-        return sum(OpenHolding.open(move.holding).copy(move.parts, into) for move in moves)
+        return sum(OpenHolding.open(move.holding, mapped).copy(move.parts, into) for move in moves)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         # Several files at once, since they have a latency to hide. The transport keeps to this thread and is through

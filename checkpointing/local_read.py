@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from checkpointing.arena import ArenaAddress, ArenaLost, map_slot
+from checkpointing.arena import Arena, ArenaAddress, ArenaLost, map_slot
 from checkpointing.boxes import describe, overlap, slices
 from checkpointing.holding import DigestMismatch, Holding, HoldingGone
 from checkpointing.schema import Piece
@@ -42,10 +42,15 @@ class OpenHolding:
     marks: np.ndarray
 
     @classmethod
-    def open(cls, holding: Holding) -> OpenHolding:
-        """A holding on this node, or a file. Raises HoldingGone when its process or file is not there any more."""
+    def open(cls, holding: Holding, mapped: Arena | None = None) -> OpenHolding:
+        """A holding on this node, or a file. Raises HoldingGone when its process or file is not there any more.
+
+        ``mapped`` is an arena that this process has mapped already: to map one takes about as long as to copy it.
+        """
         try:
             if isinstance(holding.locator, ArenaAddress):
+                if mapped is not None and mapped.address == holding.locator:
+                    return cls(holding, mapped.slot(holding.slot), mapped.marks(holding.slot))
                 return cls(holding, *map_slot(holding.locator, holding.slot))
             is_far = holding.tier == "s3"
             data = RangedFile(holding.locator) if is_far else np.memmap(holding.locator, np.uint8, mode="r")

@@ -13,8 +13,9 @@ from checkpointing.arena import map_slot
 from checkpointing.holding import DigestMismatch, Holding, HoldingGone
 from checkpointing.layout import Layout
 from checkpointing.load import KeeperReads, Moved, load_state
+from checkpointing.local_read import OpenHolding
 from checkpointing.schema import Schema, TensorSpec, pieces
-from checkpointing.transfer import Destination, plan_transfer
+from checkpointing.transfer import Destination, Part, plan_transfer
 from tests.checkpointing.node_keepers import Nodes, cut, random_reference
 
 # 3 MiB in rows of a few KiB, so that a record is read in several blocks, and what has one row or no dim at all.
@@ -66,6 +67,21 @@ def test_one_reader_of_a_node_verifies_for_all(nodes: Nodes) -> None:
     layout = Layout(tp=4)
     assert load(holdings, layout, 0) == Moved(NBYTES, 0, 0)
     assert [load(holdings, layout, rank).read for rank in range(1, 4)] == [0, 0, 0]
+
+
+def test_the_writer_reads_its_own_arena_where_it_has_it_mapped(nodes: Nodes) -> None:
+    (holding,) = nodes.inventory("a")
+    opened = OpenHolding.open(holding, nodes.arenas[0])
+    assert np.shares_memory(opened.data, nodes.arenas[0].slot(holding.slot))
+    piece = holding.snapshot.records[0].piece
+    into = {piece: np.empty(piece.size, REFERENCE[piece.name].dtype)}
+    wanted = [(piece, Part(holding, holding.snapshot.records[0], piece, True))]
+    assert [opened.copy(wanted, into) for _ in range(2)] == [into[piece].nbytes, 0]
+    assert into[piece].tobytes() == cut(REFERENCE, piece).tobytes()
+    other = Nodes("a")
+    other.protect(SCHEMA, REFERENCE, Layout(), "a", step=2)
+    assert not np.shares_memory(OpenHolding.open(holding, other.arenas[0]).data, other.arenas[0].slot(0))
+    other.close()
 
 
 def test_a_reader_that_died_while_verifying_leaves_it_to_the_next(nodes: Nodes) -> None:
