@@ -114,7 +114,10 @@ class Saver:
             ray.wait(writing, num_returns=len(writing))  # a keeper that still writes would make its files again
             give_up(attempt)  # on a full disk, half a checkpoint is in the way of what comes next
             raise
-        retain(self.directory, self._config, self._metrics)
+        try:
+            retain(self.directory, self._config, self._metrics)
+        except OSError as error:  # the checkpoint is there all the same
+            self._ledger.event("retention_failed", step=step, cause=str(error))
         return checkpoint
 
     def _metrics(self) -> dict[int, dict[str, Any]]:
