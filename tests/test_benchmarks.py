@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import incidents, recovery, workload
+from benchmarks import incidents, recovery, reshard, workload
 from benchmarks.incidents import Join, Measured, Recovery
 from benchmarks.jobs import Job, Lines, running, step_times
 from benchmarks.rows import Peer, Row, compare, own, table
@@ -58,6 +58,21 @@ def test_recovery_gives_the_same_figures_with_and_without_the_peer() -> None:
     assert [row["figure"] for row in rows] == [row["figure"] for row in alone]
     assert rows[0]["ratio"] == 20.0 and rows[0]["runs"] == {"ours": [1.0] * 3, "other": [20.0]}
     assert alone[0]["other"] is None and alone[0]["other_name"].endswith("not measured: why")
+
+
+def test_reshard_compares_the_same_moves_and_leaves_the_first_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ("ours", "snapshot", "plan", "load", "dcp", "dcp save", "dcp load", "group", "memcpy", "memcpy shared")
+    asked = []
+
+    def measure(folder: Path, moves: tuple[str, ...], repeats: int) -> dict[str, Any]:
+        asked.append(repeats)
+        runs = {way: [9.0, *[0.25 if way.startswith("dcp") else 0.05] * (repeats - 1)] for way in ways}
+        return {"seconds": dict.fromkeys(moves, runs), "staged": 64e6}
+
+    monkeypatch.setattr(reshard, "_measure", measure)
+    quick, full = reshard.run(quick=True), reshard.run(quick=False)
+    assert asked == [2, 8] and len(full) - 1 == 3 * (len(quick) - 1)
+    assert quick[0]["ratio"] == full[0]["ratio"] == 5.0 and quick[-1]["ours"] == 64.0
 
 
 def test_lines_are_read_once_and_only_when_whole(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from checkpointing.difference import differences
 from checkpointing.layout import Layout
 from checkpointing.publish import begin
 from checkpointing.rewrite import rewrite
-from checkpointing.schema import pieces
+from checkpointing.schema import Schema, TensorSpec, pieces
 from checkpointing.shares import plan_shares
 from checkpointing.transfer import Destination, plan_transfer
 from orchestrator.cli import main
@@ -162,6 +163,24 @@ def test_a_damaged_source_is_named_and_nothing_is_left(tmp_path: Path, capsys: p
     assert not list((tmp_path / "b").iterdir())
     assert main(["checkpoint", "diff", source, source]) == 2
     assert main(["checkpoint", "diff", str(tmp_path), source]) == 2
+
+
+def test_memory_is_bounded_by_a_file_and_not_by_the_state(tmp_path: Path) -> None:
+    wide = Schema(tuple(TensorSpec(f"w{i}", (256, 1024), "float32", 1, "all") for i in range(24)), 1)  # 24 MiB
+    source = save(tmp_path / "a", Layout(dp=2), random_reference(wide, 1), wide)
+    peaks = {}
+    for name, work in {
+        "rewrite": lambda: rewrite(source, str(tmp_path / "b"), Layout(tp=2), file_nbytes=1 << 20),
+        "compare": lambda: list(differences(source, source, 1e-6)),
+    }.items():
+        tracemalloc.start()
+        try:
+            work()
+            peaks[name] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peaks["rewrite"] < 5 << 20
+    assert peaks["compare"] < 16 << 20, "one block of a million elements, by value"
 
 
 def test_an_existing_step_is_not_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
