@@ -1,7 +1,7 @@
 """Against torch.distributed.checkpoint: what it saves under one layout and loads under another is what ours gives.
 
-Torch works out its own boxes from DTensors, saves, plans and reads; ours goes through snapshots, a checkpoint folder
-(read by the ranks of the other layout) and, where both layouts fit, the group exchange between live processes.
+Torch works out its own boxes from DTensors, saves, plans and reads. Ours reads what torch saved (imported, then cut for
+the other layout), what it saved itself from snapshots, and live state over the group.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from checkpointing.schema import Piece, Schema, TensorSpec, pieces
 from checkpointing.shares import plan_shares
 from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
 from checkpointing.transfer import Destination, Planner
+from orchestrator.interchange import import_tensors, open_source
 from tests.checkpointing.node_keepers import cut, random_reference
 from tests.workers.engine_ranks import NUM_RANKS, Ranks
 
@@ -89,7 +90,7 @@ def room_for(layout: Layout, rank: int) -> State:
 def save(layout: Layout, rank: int, folder: Path, attempt: Attempt) -> tuple[Snapshot, list[dict[str, Any]]]:
     """Both saves. Ours as a keeper does it: this rank's shares of all, from its snapshot."""
     held = held_by(layout, rank)
-    dcp.save(as_dtensors(SCHEMA, layout, rank, held), checkpoint_id=folder / "dcp")
+    dcp.save(torch_state(layout, rank, held), checkpoint_id=folder / "dcp")
     buffer = np.empty(snapshot_nbytes(held), np.uint8)
     snapshot = Snapshot(1, 1, rank, str(layout), write_snapshot(buffer, held), {})
     records = {record.piece: record for record in snapshot.records}
@@ -101,11 +102,11 @@ def save(layout: Layout, rank: int, folder: Path, attempt: Attempt) -> tuple[Sna
 def load(layout: Layout, rank: int, folder: Path, holdings: list[Holding]) -> None:
     """Both loads, into memory of their own, compared by torch's names and bit by bit."""
     theirs, ours = room_for(layout, rank), room_for(layout, rank)
-    loaded = as_dtensors(SCHEMA, layout, rank, theirs)
+    loaded = torch_state(layout, rank, theirs)
     dcp.load(loaded, checkpoint_id=folder / "dcp")
     fetches = Planner(SCHEMA, holdings).fetches(Destination("node", tuple(ours)))
     load_state(fetches, ours, KeeperReads(lambda node, requests: pytest.fail("files are read in place")))
-    mine = as_dtensors(SCHEMA, layout, rank, ours)
+    mine = torch_state(layout, rank, ours)
     for name, tensor in loaded.items():
         assert local_bytes(tensor) == local_bytes(mine[name]), (layout, name)
     for piece, array in ours.items():
@@ -123,6 +124,15 @@ def exchange(everybody: Layout, rank: int, before: Layout, after: Layout) -> Non
         assert array.tobytes() == cut(REFERENCE, piece).tobytes(), (before, after, piece)
 
 
+def torch_state(layout: Layout, rank: int, state: State) -> dict[str, torch.Tensor]:
+    """``state`` as DTensors under the names that torch gives an optimizer's state."""
+    renamed = {}
+    for name, tensor in as_dtensors(SCHEMA, layout, rank, state).items():
+        kind, _, parameter = name.rpartition("/")
+        renamed[f"optim.state.{parameter}.{kind}" if kind else parameter] = tensor
+    return renamed
+
+
 def local_bytes(tensor: torch.Tensor) -> bytes:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.contiguous().numpy().tobytes()
@@ -136,4 +146,7 @@ def test_torch_and_ours_load_the_same_bits(ranks: Ranks, tmp_path: Path, move: t
     files = [entry for _, entries in saved for entry in entries]
     checkpoint = durable.commit(attempt, SCHEMA, saved[0][0], files)
     ranks.run(load, after, tmp_path, durable.checkpoint_holdings(checkpoint))
+    imported, num_states = import_tensors(open_source(str(tmp_path / "dcp")), SCHEMA, str(tmp_path / "imported"))
+    assert num_states == sum("/" in spec.name for spec in SCHEMA.tensors)
+    ranks.run(load, after, tmp_path, durable.checkpoint_holdings(imported))
     ranks.run(exchange, Layout(dp=NUM_RANKS), before, after)
