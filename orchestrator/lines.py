@@ -63,7 +63,10 @@ class FileLines:
 
 
 class SegmentLines:
-    """Objects ``name/00000012.jsonl``; lines wait in memory for at most a few seconds (``flush`` is called often)."""
+    """Objects ``name/00000012.jsonl``; lines wait in memory for a few seconds, or until the store answers again.
+
+    Only ``flush``, which is called often and beside the training, talks to the store.
+    """
 
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage = storage
@@ -78,7 +81,6 @@ class SegmentLines:
             if not self._waiting:
                 self._since = time.monotonic()
             self._waiting.append(_encode(line))
-        self.flush()
 
     def flush(self, *, force: bool = False) -> None:
         with self._lock:

@@ -25,29 +25,39 @@ def renewing(
     """Renew everything several times per grace period, on a thread of its own, until the block ends.
 
     A reader whose renewal fails is dead and is forgotten, so that the controller replaces it. When another driver has
-    taken the run's lease, ``stop`` says so and nothing is renewed any more.
+    taken the run's lease, ``stop`` says so and nothing is renewed any more. Storage that is away for a while, which may
+    keep a call waiting, costs the actors nothing: the run's lease has a thread of its own, and is renewed later.
     """
     ended = threading.Event()
+    every_s = min(_MOST_S, orphan_grace_s / 4)
 
-    def renew() -> None:
-        under_way: list[tuple[Any, Any]] = []
-        while not ended.wait(min(_MOST_S, orphan_grace_s / 4)):
+    def renew_lease() -> None:
+        while not ended.wait(every_s):
             try:
                 folder.renew()
             except LeaseLost as lost:
                 stop.lost(str(lost))
                 return
+            except OSError:
+                continue
+
+    def renew() -> None:
+        under_way: list[tuple[Any, Any]] = []
+        while leasing.is_alive() and not ended.wait(every_s):
             readers.forget({actor for actor, ref in under_way if _failed(ref)})
             nodes.renew()
             under_way = readers.renew()
 
-    thread = threading.Thread(target=renew, name="renewal", daemon=True)
-    thread.start()
+    leasing = threading.Thread(target=renew_lease, name="lease", daemon=True)
+    renewal = threading.Thread(target=renew, name="renewal", daemon=True)
+    leasing.start()
+    renewal.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        renewal.join()
+        leasing.join()
 
 
 def _failed(ref: Any) -> bool:

@@ -41,8 +41,9 @@ class StopRequest:
             self.reason = self.reason or "training.max_time_s is over"
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY_S
-            if self._folder.stop_requested():
-                self.reason = self.reason or "planaria stop"
+            with contextlib.suppress(OSError):  # storage that is away for a while: asked again in a second
+                if self._folder.stop_requested():
+                    self.reason = self.reason or "planaria stop"
         return self.requested
 
     def lost(self, sentence: str) -> None:

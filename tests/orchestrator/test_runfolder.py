@@ -217,9 +217,28 @@ def test_segments_read_as_one_log_also_after_a_new_driver(tmp_path: Path, monkey
     first.flush(force=True)
     monkeypatch.setattr(lines_module, "_SEGMENT_S", 0.0)
     second.append({"n": 3})
-    first.append({"n": 4})  # an older driver that still writes takes no segment of the newer one
+    second.flush()
+    first.append({"n": 4})
+    first.flush()  # an older driver that still writes takes no segment of the newer one
     assert storage.names("log") == [f"log/0000000{number}.jsonl" for number in range(3)]
     assert [line["n"] for line in second.read()] == [0, 1, 2, 3, 4]
+
+
+def test_lines_wait_for_a_store_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = _arrow_storage(tmp_path)
+    log = SegmentLines(storage, "log")
+    with monkeypatch.context() as away:
+
+        def create(name: str, data: bytes) -> bool:
+            raise OSError(errno.EIO, "Could not connect")
+
+        away.setattr(storage, "create", create)
+        log.append({"n": 0})
+        with pytest.raises(OSError, match="Could not connect"):
+            log.flush(force=True)
+        log.append({"n": 1})
+    log.flush(force=True)
+    assert [line["n"] for line in log.read()] == [0, 1]
 
 
 def test_a_step_that_ran_again_counts_with_its_last_generation(tmp_path: Path) -> None:
