@@ -39,11 +39,20 @@ class StaleGeneration(RuntimeError):
 
 @dataclass
 class _Kept:
-    """An arena and which snapshot each slot holds, with the ticket it was registered under."""
+    """An arena and which snapshot each slot holds, with the ticket it was registered under.
+
+    A later generation may go on in the same arena: each has a table of its own then, and ``holding`` in common.
+    """
 
     arena: Arena
     buddy: Any = None
     listed: dict[int, tuple[Snapshot, int]] = field(default_factory=dict)
+    holding: threading.Lock = field(default_factory=threading.Lock)  # one copy at a time is written here
+
+    def whole(self) -> dict[int, Snapshot]:
+        """The snapshots whose slots have not been rewritten since."""
+        listed = sorted(self.listed.items(), key=lambda item: item[0])
+        return {slot: snapshot for slot, (snapshot, ticket) in listed if self.arena.ticket(slot) == ticket}
 
 
 class Keeper:
@@ -59,15 +68,27 @@ class Keeper:
         self._oldest_generation = 0
         self._kept: dict[tuple[Role, int, int], _Kept] = {}  # by role, generation, rank
 
-    def open_arena(self, generation: int, rank: int, nbytes: int, buddy: Any) -> ArenaAddress:
-        """Two slots of ``nbytes`` bytes for a local worker, which maps them by the address. ``buddy``: the keeper that
-        will hold copies, or None. Asking again gives the same arena.
+    def open_arena(
+        self,
+        generation: int,
+        rank: int,
+        nbytes: int,
+        buddy: Any,
+        mapped: ArenaAddress | None = None,
+        source: tuple[int, int] | None = None,
+    ) -> tuple[ArenaAddress, int]:
+        """Two slots of ``nbytes`` bytes for a local worker, which maps them by the address; and which to write first.
 
-        Raises StaleGeneration; ValueError when the node has not enough memory.
+        ``buddy`` is the keeper that will hold copies, or None. ``mapped`` is the arena that the same process wrote in
+        an earlier generation: it gets that one again when the size is right, to begin with the slot that does not hold
+        the state of ``source`` (generation, step), which others may still be reading. Raises StaleGeneration;
+        ValueError when the node has not enough memory.
         """
-        kept = self._open("primary", generation, rank, nbytes)
+        kept = self._open("primary", generation, rank, nbytes, lambda old: old.arena.address == mapped)
         kept.buddy = buddy
-        return kept.arena.address
+        with self._lock:
+            in_first = [(snapshot.generation, snapshot.step) for snapshot in self._in_slot(kept.arena, 0)]
+        return kept.arena.address, int(source in in_first)
 
     def protect(self, snapshot: Snapshot, slot: int, num_copied: int, durable: bool = False) -> float:
         """List what the worker has just written into ``slot``; return the seconds that it took to be held twice.
@@ -96,17 +117,24 @@ class Keeper:
 
         Raises StaleGeneration; DigestMismatch, after which the slot holds nothing; ValueError when memory is short.
         """
-        kept = self._open("copy", snapshot.generation, snapshot.rank, data.nbytes)
+
+        def has_room(old: _Kept) -> bool:
+            return all(other.step != snapshot.step for other in self._in_slot(old.arena, slot))
+
+        kept = self._open("copy", snapshot.generation, snapshot.rank, data.nbytes, has_room)
         if data.nbytes > kept.arena.address.nbytes:
             raise ValueError(f"rank {snapshot.rank} sent {data.nbytes} bytes for a slot of {kept.arena.address.nbytes}")
         key = (self._node, "copy", snapshot.generation, snapshot.step, snapshot.rank, slot)
-        with kept.arena.writing(slot) as buffer:
-            buffer[: data.nbytes] = data
-            for record in snapshot.records:
-                verify_record(record, buffer, f"copy of rank {snapshot.rank} sent to node {self._node}", key)
-        with self._lock:
-            self._refuse_stale(snapshot.generation)
-            kept.listed[slot] = (snapshot, kept.arena.ticket(slot))
+        with kept.holding:
+            with self._lock:
+                self._refuse_stale(snapshot.generation)  # the arena may be a later generation's by now
+            with kept.arena.writing(slot) as buffer:
+                buffer[: data.nbytes] = data
+                for record in snapshot.records:
+                    verify_record(record, buffer, f"copy of rank {snapshot.rank} sent to node {self._node}", key)
+            with self._lock:
+                self._refuse_stale(snapshot.generation)
+                kept.listed[slot] = (snapshot, kept.arena.ticket(slot))
 
     def inventory(self) -> list[Holding]:
         """Every whole snapshot on this node, in a fixed order."""
@@ -114,8 +142,7 @@ class Keeper:
             return [
                 Holding(snapshot, slot, self._node, role, "memory", kept.arena.address)
                 for (role, _, _), kept in sorted(self._kept.items(), key=lambda item: item[0])
-                for slot, (snapshot, ticket) in sorted(kept.listed.items(), key=lambda item: item[0])
-                if kept.arena.ticket(slot) == ticket
+                for slot, snapshot in kept.whole().items()
             ]
 
     def read(self, requests: Sequence[ReadRequest]) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -148,10 +175,13 @@ class Keeper:
             self._oldest_generation = max(self._oldest_generation, generation)
 
     def release(self, before_generation: int) -> None:
-        """Free the memory of older generations."""
+        """Free the memory of older generations, but for arenas in which a later one goes on."""
         with self._lock:
-            for key in [key for key in self._kept if key[1] < before_generation]:
-                self._kept.pop(key).arena.close()
+            old = [self._kept.pop(key) for key in [key for key in self._kept if key[1] < before_generation]]
+            in_use = [kept.arena for kept in self._kept.values()]
+            for arena in {id(kept.arena): kept.arena for kept in old}.values():
+                if all(arena is not other for other in in_use):
+                    arena.close()
 
     def write_durable(
         self, step: int, generation: int, location: str, shares: Sequence[Share], max_bytes_per_s: int | None = None
@@ -172,16 +202,40 @@ class Keeper:
             finally:
                 self._unpin(generation, step)
 
-    def _open(self, role: Role, generation: int, rank: int, nbytes: int) -> _Kept:
+    def _open(
+        self, role: Role, generation: int, rank: int, nbytes: int, may_go_on_in: Callable[[_Kept], bool]
+    ) -> _Kept:
+        """The arena of this role, generation and rank. When it is new, an older one of the same role and size that
+        ``may_go_on_in`` allows is taken over: its pages are in memory already.
+        """
         with self._allocating:
             with self._lock:
                 self._refuse_stale(generation)
                 kept = self._kept.get((role, generation, rank))
-            if kept is None:
-                kept = _Kept(Arena.create(nbytes, num_slots=1 if role == "pin" else 2))
-                with self._lock:
+                if kept is None:
+                    kept = next(
+                        (
+                            _Kept(old.arena, holding=old.holding)
+                            for (other_role, other_generation, other_rank), old in self._kept.items()
+                            if (other_role, other_rank) == (role, rank)
+                            and other_generation < generation
+                            and old.arena.address.nbytes == nbytes
+                            and may_go_on_in(old)
+                        ),
+                        None,
+                    )
+                if kept is not None:
                     self._kept[role, generation, rank] = kept
+                    return kept
+            kept = _Kept(Arena.create(nbytes, num_slots=1 if role == "pin" else 2))
+            with self._lock:
+                self._kept[role, generation, rank] = kept
             return kept
+
+    def _in_slot(self, arena: Arena, slot: int) -> list[Snapshot]:
+        """What is whole in a slot, as each generation that uses the arena has listed it; call it under the lock."""
+        tables = [kept.whole() for kept in self._kept.values() if kept.arena is arena]
+        return [table[slot] for table in tables if slot in table]
 
     def _pin(self, snapshot: Snapshot, data: np.ndarray) -> None:
         """A rank has one pin; an older one whose checkpoint was given up goes (a writer at work keeps its memory)."""
@@ -189,7 +243,7 @@ class Keeper:
             abandoned = self._kept.pop(("pin", snapshot.generation, snapshot.rank), None)
         if abandoned is not None:
             abandoned.arena.close()
-        pin = self._open("pin", snapshot.generation, snapshot.rank, data.nbytes)
+        pin = self._open("pin", snapshot.generation, snapshot.rank, data.nbytes, lambda old: False)
         with pin.arena.writing(0) as buffer:
             buffer[:] = data
         with self._lock:

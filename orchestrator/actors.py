@@ -104,6 +104,9 @@ class WorkerActor(Lease):
     def run(self, order: Any) -> Any:
         return self._worker.run(order)
 
+    def rest(self) -> None:
+        self._worker.rest()
+
     def fence(self, generation: int, cause: str) -> float:
         return self._worker.fence(generation, cause)
 

@@ -213,6 +213,8 @@ class Controller:
         self._enter(State.RESHARDING)
         self._phase("regroup")
         self._ledger.plan(plan)
+        for worker in plan.spares:
+            self._nodes.ready_workers()[worker].actor.rest.remote()
         self._running = Running(plan, self._orders(upcoming), self._nodes.ready_workers(), self._bound_s)
         asked = False
         while True:
@@ -252,6 +254,7 @@ class Controller:
                 copied=upcoming.copied[rank],
                 readers=self._readers.preference(member.node),
                 step=source.step,
+                source_generation=source.generation,
                 cursor=source.cursor,
                 tokens=source.tokens,
                 snapshot_every=self._config.protection.snapshot_every,

@@ -15,6 +15,7 @@ from orchestrator.actors import KeeperActor, WorkerActor
 from orchestrator.cluster import RayNode, living_nodes
 from orchestrator.config import ScalingConfig
 from orchestrator.environment import code_digest
+from workers.heap import ENVIRONMENT as HEAP_ENVIRONMENT
 
 _WORKER_THREADS = 8  # run, fence, quiesced, reports, ping and renew may all be under way at once
 _KEEPER_THREADS = 32
@@ -160,6 +161,7 @@ class Nodes:
             # A lost DNS packet must not hold up a new connection for 5 s.
             "RES_OPTIONS": "timeout:1 attempts:1",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            **HEAP_ENVIRONMENT,
         }
         actor = WorkerActor.options(
             num_cpus=0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -86,9 +85,3 @@ def _abort_all_groups() -> None:
     # The groups of a generation are torch's to list: meshes make them without telling anybody else.
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()
-
-
-def give_back_memory() -> None:
-    """Return freed heap pages to the system: a recovery leaves the heap fragmented. Call it after a good step."""
-    with contextlib.suppress(OSError, AttributeError):  # a C library without malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Process groups whose waits can be ended from any thread in about a millisecond, whatever gloo is doing.
+"""Process groups whose waits can be ended from any thread in a few milliseconds, whatever gloo is doing.
 
 Stock gloo leaves survivors of a killed peer waiting for its timeout, and its ``abort`` does nothing. Here no thread of
-ours ever waits inside gloo: collectives wait for the work's future or the fence; sends, receives and connecting run in
+ours waits inside gloo for long: collectives look at the fence every 50 ms; sends, receives and connecting run in
 helper threads that may get stuck in our place. A trip also shuts the generation's TCP connections, so that the peers'
 operations fail and trip their own fences. So a death reaches all who wait for it, directly or through others, without
 a coordinator; only of a peer that is silent (stopped, cut off) every survivor must be told.
@@ -180,12 +180,15 @@ class Generation:
 
     def make_group(self, store: dist.Store, group_id: str, rank: int, members: Sequence[int]) -> FencedGroup:
         """Connect the group of ``members`` (global ranks), of which this process is the ``rank``-th."""
+        if len(members) == 1:
+            store = dist.HashStore()  # nobody else has to know of it
         try:
             device, own = self._listen()
             told, name = f"{own[0]} {own[1]}".encode(), f"listeners/{group_id}"
-            for listener in gather(self._store.space, name, self.rank, members, told, self._deadline):
-                host, port = listener.decode().split()
-                self._listeners.add((host, int(port)))
+            if len(members) > 1:
+                for listener in gather(self._store.space, name, self.rank, members, told, self._deadline):
+                    host, port = listener.decode().split()
+                    self._listeners.add((host, int(port)))
             gloo = self._connect(store, device, rank, len(members))
         except RuntimeError as error:
             self.fence.trip(error)

@@ -54,6 +54,7 @@ class Order:
     buddy       the keeper that holds this rank's copy, or None
     copied      the pieces that the buddy holds a copy of; replicas in other failure domains hold the others
     readers     reader handles in this worker's order of preference
+    source_generation  the generation whose state of ``step`` is the source (0: fresh weights or a checkpoint)
     cursor      position in the global data order of the first step to run
     tokens      valid tokens consumed so far (counts towards ``max_tokens``)
     log         file that gets what the process prints meanwhile
@@ -73,6 +74,7 @@ class Order:
     copied: frozenset[Piece]
     readers: tuple[Any, ...]
     step: int
+    source_generation: int
     cursor: list[int]
     tokens: int
     snapshot_every: int | str

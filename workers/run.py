@@ -14,13 +14,13 @@ from checkpointing.load import KeeperReads, load_state
 from pipelines.batches import Cursor
 from pipelines.client import InputInterrupted, ReaderClient
 from workers.calls import RendezvousClient, wait_for
-from workers.device import Device, give_back_memory
+from workers.device import Device
 from workers.engine import Engine, Verdict
 from workers.fence import Fence, Fenced
 from workers.fenced_group import Generation
 from workers.host_state import HostState
 from workers.plan import Order, Outcome
-from workers.snapshots import Snapshots
+from workers.snapshots import MappedArena, Snapshots
 
 _REPORTS_KEPT = 256
 _SNAPSHOT_SHARE = 0.02  # of the step time that snapshots may cost under ``snapshot_every: auto``
@@ -57,10 +57,13 @@ class Control:
             self._changed.notify_all()
 
 
-def play(order: Order, device: Device, control: Control) -> Outcome:
-    """Play ``order``'s rank until the generation ends for this worker; a failure is an outcome, not an error."""
+def play(order: Order, device: Device, control: Control, memory: MappedArena) -> Outcome:
+    """Play ``order``'s rank until the generation ends for this worker; a failure is an outcome, not an error.
+
+    ``memory`` outlives the generation: where this worker writes its snapshots.
+    """
     print(f"rank {order.rank} of {order.layout}, generation {order.generation}, from step {order.step}", flush=True)
-    training = _Training(order, device, control)
+    training = _Training(order, device, control, memory)
     try:
         return training.run()
     except (Fenced, InputInterrupted) as error:
@@ -77,8 +80,8 @@ def play(order: Order, device: Device, control: Control) -> Outcome:
 
 
 class _Training:
-    def __init__(self, order: Order, device: Device, control: Control) -> None:
-        self.order, self.device, self.control = order, device, control
+    def __init__(self, order: Order, device: Device, control: Control, memory: MappedArena) -> None:
+        self.order, self.device, self.control, self.memory = order, device, control, memory
         self.step, self.cursor, self.tokens = order.step, Cursor.from_list(order.cursor), order.tokens
         self._closers: list[Callable[[], None]] = []
 
@@ -132,10 +135,9 @@ class _Training:
             self.engine.initialize()
         else:
             keepers = KeeperReads(lambda node, asked: wait_for(order.keepers[node].read.remote(asked), fence))
-            load_state(order.fetches, state.arrays, keepers)
+            load_state(order.fetches, state.arrays, keepers, self.memory.arena)
             state.push()
-        self.snapshots = Snapshots(order, state, fence)
-        self._closers.append(self.snapshots.close)
+        self.snapshots = Snapshots(order, state, fence, self.memory)
         self.snapshots.take(self.step, self._meta(), durable=False)
         self.control.report("taken_over", seconds=time.monotonic() - started)
 
@@ -182,8 +184,6 @@ class _Training:
                 stall_s=stall_s,
                 durable=durable,
             )
-            if self.step == order.step + 1:
-                give_back_memory()
             if last:
                 return Outcome("finished" if finished else "paused", self.step)
 

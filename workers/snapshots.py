@@ -1,7 +1,7 @@
 """Snapshots on the worker's side: copy the state into the keeper's arena, and know when the copy elsewhere is held.
 
-A worker writes slot n % 2 for its n-th snapshot. It may do so only once snapshot n - 1 is held twice by *every* worker;
-that is what the vote of the step in between says, so ``wait_held`` is called before each vote and ``take`` after it.
+A worker writes its two slots in turns. It may write one only once *every* worker's snapshot in the other is held twice;
+that is what the vote of the step in between says, so ``wait_held`` comes before each vote and ``take`` after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from checkpointing.arena import Arena
+from checkpointing.arena import Arena, ArenaAddress
 from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
 from workers.calls import wait_for
 from workers.fence import Fence, Fenced
@@ -19,17 +19,45 @@ from workers.host_state import HostState
 from workers.plan import Order
 
 
+class MappedArena:
+    """The arena that a worker process writes. The next generation goes on in it when the size is the same, so that a
+    recovery has no new pages to fault in; the process itself is the proof that nobody else writes there.
+    """
+
+    def __init__(self) -> None:
+        self.arena: Arena | None = None
+
+    @property
+    def address(self) -> ArenaAddress | None:
+        return self.arena.address if self.arena else None
+
+    def map(self, address: ArenaAddress) -> Arena:
+        """The arena at ``address``, mapped anew unless it is the one that is mapped already."""
+        if self.arena is None or self.arena.address != address:
+            self.unmap()
+            self.arena = Arena.attach(address)
+        return self.arena
+
+    def unmap(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
 class Snapshots:
     """The snapshots of one worker in one generation."""
 
-    def __init__(self, order: Order, state: HostState, fence: Fence) -> None:
+    def __init__(self, order: Order, state: HostState, fence: Fence, memory: MappedArena) -> None:
         self._order, self._state, self._fence = order, state, fence
         # What needs a copy comes first, so that the copy is one run of bytes.
         self._arrays = dict(sorted(state.arrays.items(), key=lambda held: held[0] not in order.copied))
         nbytes = snapshot_nbytes(self._arrays)
-        address = wait_for(order.keeper.open_arena.remote(order.generation, order.rank, nbytes, order.buddy), fence)
-        self._arena = Arena.attach(address)
-        self._num_taken = 0
+        source = (order.source_generation, order.step)
+        opening = order.keeper.open_arena.remote(
+            order.generation, order.rank, nbytes, order.buddy, memory.address, source
+        )
+        address, self._next_slot = wait_for(opening, fence)
+        self._arena = memory.map(address)
         self.last_step = order.step
         self.cost_s = 0.0  # seconds that training stood still for the last snapshot
         self._pending: ray.ObjectRef | None = None
@@ -40,14 +68,13 @@ class Snapshots:
         Returns the seconds that training stood still for it.
         """
         started = time.monotonic()
-        slot = self._num_taken % 2
+        slot, self._next_slot = self._next_slot, 1 - self._next_slot
         self._state.pull()
         with self._arena.writing(slot) as buffer:
             records = write_snapshot(buffer, self._arrays)
         order = self._order
         snapshot = Snapshot(order.generation, step, order.rank, str(order.layout), records, meta)
         self._pending = order.keeper.protect.remote(snapshot, slot, len(order.copied), durable)
-        self._num_taken += 1
         self.last_step = step
         self.cost_s = time.monotonic() - started
         return self.cost_s
@@ -68,6 +95,3 @@ class Snapshots:
             self._pending = None
             self.cost_s += time.monotonic() - started
         return time.monotonic() - started
-
-    def close(self) -> None:
-        self._arena.close()

@@ -7,6 +7,7 @@ answer beside it. Whatever happens to a generation, the process, its imports and
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ from workers.engine import describe, warm_up
 from workers.plan import Order, Outcome
 from workers.program import Program
 from workers.run import Control, play
+from workers.snapshots import MappedArena
 
 
 class Worker:
@@ -30,11 +32,14 @@ class Worker:
         self._lock = threading.Lock()
         self._fenced_below = 0
         self._control: Control | None = None
+        self._memory = MappedArena()
 
     def warm_up(self) -> dict[str, Any]:
         """Load what the first step would load, then say who this is: pid and device kind."""
         self._device.use()
         warm_up(self._device.torch)
+        gc.collect()
+        gc.freeze()  # what is imported stays: later collections need not look at it
         return {"pid": os.getpid(), "device": self._device.kind}
 
     def describe(self, program: Program) -> Schema:
@@ -50,9 +55,14 @@ class Worker:
             control = self._control = Control(order.generation)
         try:
             with _output_to(order.log):
-                return play(order, self._device, control)
+                return play(order, self._device, control, self._memory)
         finally:
+            gc.collect()  # an engine is full of reference cycles, and the next one wants its memory
             control.finish()
+
+    def rest(self) -> None:
+        """This worker plays no rank in the next generation: let go of the memory of the last one."""
+        self._memory.unmap()
 
     def fence(self, generation: int, cause: str) -> float:
         """End ``generation`` and all older ones here; returns at once with the time of day. Safe to call twice."""

@@ -72,7 +72,7 @@ class Nodes:
         for rank, node in enumerate(placement):
             state = {piece: cut(reference, piece) for piece in pieces(schema, layout, rank)}
             buddy = self._next(node) if self._copies else None
-            address = self.keepers[node].open_arena(generation, rank, snapshot_nbytes(state), buddy)
+            address, _ = self.keepers[node].open_arena(generation, rank, snapshot_nbytes(state), buddy)
             arena, slot = Arena.attach(address), step % 2
             with arena.writing(slot) as buffer:
                 records = write_snapshot(buffer, state)

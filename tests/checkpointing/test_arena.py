@@ -105,10 +105,8 @@ def test_nothing_is_left_open_or_allocated_after_close() -> None:
 
 
 def test_pages_are_there_before_the_first_write() -> None:
-    before = available_memory()
     arena = Arena.create(64 << 20)
-    assert os.fstat(arena.address.fds[0]).st_blocks * 512 >= 64 << 20
-    assert before - available_memory() > 64 << 20
+    assert all(os.fstat(fd).st_blocks * 512 >= 64 << 20 for fd in arena.address.fds)
     arena.close()
 
 

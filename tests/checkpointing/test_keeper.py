@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,7 +93,8 @@ def protect_once(
 ) -> Arena:
     reference = random_reference(TINY, step)
     state = {piece: reference[piece.name] for piece in WHOLE}
-    arena = Arena.attach(keeper.open_arena(generation, 0, snapshot_nbytes(state), buddy))
+    address, _ = keeper.open_arena(generation, 0, snapshot_nbytes(state), buddy)
+    arena = Arena.attach(address)
     with arena.writing(step % 2) as buffer:
         records = write_snapshot(buffer, state)
     keeper.protect(Snapshot(generation, step, 0, "1", records, {}), step % 2, len(records), durable)
@@ -117,6 +119,51 @@ def test_an_old_generation_can_neither_open_nor_protect_nor_hold() -> None:
     keeper.release(before_generation=4)
     assert [h.snapshot.generation for h in keeper.inventory()] == [4]
     keeper.release(before_generation=5)
+
+
+def test_the_process_that_wrote_an_arena_goes_on_in_it_and_spares_the_slot_that_others_read() -> None:
+    buddy = Keeper("buddy", lambda *_: None)
+    keeper = Keeper("node", lambda other, *args: other.hold(*args))
+    for step in (4, 5):
+        first = protect_once(keeper, 1, step, buddy)
+    source = {holding.role: holding for holding in keeper.inventory() + buddy.inventory() if holding.snapshot.step == 5}
+    keeper.fence(2)
+    buddy.fence(2)
+    snapshot = source["primary"].snapshot
+    address, slot = keeper.open_arena(2, 0, first.address.nbytes, buddy, first.address, (1, 5))
+    assert (address, slot) == (first.address, 0), "step 5 of generation 1 lies in slot 1"
+    with first.writing(slot) as buffer:
+        buffer[:] = first.slot(1)
+    keeper.protect(replace(snapshot, generation=2), slot, len(snapshot.records))
+    for owner in (keeper, buddy):
+        held = {(h.snapshot.generation, h.snapshot.step, h.slot) for h in owner.inventory()}
+        assert held == {(1, 5, 1), (2, 5, 0)}, "the source is still there, the step before it has made room"
+        assert len({h.locator for h in owner.inventory()}) == 1, "in one arena"
+        owner.release(2)
+        assert [h.snapshot.generation for h in owner.inventory()] == [2]
+        request = ReadRequest(owner.inventory()[0].key, snapshot.records[0], snapshot.records[0].piece)
+        assert owner.read([request])[1] == (snapshot.records[0].digest,)
+
+
+def test_another_process_gets_an_arena_of_its_own() -> None:
+    keeper = Keeper("node", lambda *_: None)
+    first = protect_once(keeper, 1, 5)
+    nbytes = first.address.nbytes
+    assert keeper.open_arena(2, 0, nbytes, None)[0] != first.address
+    assert keeper.open_arena(3, 0, nbytes + 64, None, first.address, (1, 5))[0] != first.address
+
+
+def test_a_copy_that_comes_too_late_cannot_touch_the_arena_of_a_later_generation() -> None:
+    buddy = Keeper("buddy", lambda *_: None)
+    keeper = Keeper("node", lambda other, *args: other.hold(*args))
+    arena = protect_once(keeper, 1, 4, buddy)
+    late = keeper.inventory()[0].snapshot
+    protect_once(keeper, 2, 6, buddy)
+    before = {h.snapshot.step for h in buddy.inventory()}
+    buddy.fence(2)
+    with pytest.raises(StaleGeneration):
+        buddy.hold(late, 0, arena.slot(0)[: late.nbytes])
+    assert {h.snapshot.step for h in buddy.inventory()} == before == {6}
 
 
 def test_a_generation_fenced_while_its_copy_arrives_is_not_listed() -> None:

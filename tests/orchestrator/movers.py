@@ -100,7 +100,7 @@ class Mover:
 
     def _protect(self, generation: int, layout: Layout, rank: int, views: dict[Piece, np.ndarray]) -> None:
         opening = self._keeper.open_arena.remote(generation, rank, snapshot_nbytes(views), self._buddy)
-        arena = Arena.attach(ray.get(opening))
+        arena = Arena.attach(ray.get(opening)[0])
         with arena.writing(0) as buffer:
             records = write_snapshot(buffer, views)
         snapshot = Snapshot(generation, generation, rank, str(layout), records, {})

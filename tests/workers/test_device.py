@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.device import Device, give_back_memory
+from workers.device import Device
 
 
 @dataclass
@@ -84,7 +84,3 @@ def test_aborting_reaches_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abort is not None
     abort()
     assert aborted == list(groups)
-
-
-def test_giving_memory_back_is_harmless() -> None:
-    give_back_memory()
