@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from checkpointing.checkpoint_file import Share, damage, record_of, write_file
+from checkpointing.checks import violations
 from checkpointing.cover import StateLost, describe_missing, missing_boxes
 from checkpointing.holding import Holding, verify_record
 from checkpointing.publish import MANIFEST, MARK, Attempt, give_up, list_checkpoints, publish, step_of
 from checkpointing.schema import Piece, Schema
 from checkpointing.schema_json import schema_from_json, schema_to_json
 from checkpointing.snapshot import Snapshot, digest_of
-from checkpointing.storage import LocalStorage, Pace, join, open_storage, unpaced
+from checkpointing.storage import LocalStorage, Pace, Storage, join, open_storage, unpaced
 
 FORMAT = 1
 _FILES_AT_ONCE = 4
@@ -100,15 +101,15 @@ def read_manifest(checkpoint: str) -> dict[str, Any]:
 def verify(checkpoint: str, deep: bool) -> tuple[str, ...]:
     """What is wrong with a checkpoint, one sentence each; empty when it is whole.
 
-    Shallow: manifest, presence and size of the files, cover of every tensor. ``deep`` reads and digests every byte.
+    Shallow: manifest, presence and size of the files, exact cover of every tensor by boxes of its dtype. ``deep``
+    also reads and digests every byte.
     """
     try:
         manifest = read_manifest(checkpoint)
     except ValueError as error:
         return (str(error),)
-    missing = _missing(manifest)
-    problems = [describe_missing(manifest["step"], missing)] if missing else []
     storage = open_storage(checkpoint)
+    problems = [str(found) for found in violations(schema_from_json(manifest), _holdings(manifest, storage))]
     sizes = storage.sizes("")
     whole = []
     for entry in manifest["files"]:
@@ -141,8 +142,10 @@ def checkpoint_holdings(checkpoint: str) -> list[Holding]:
 
     Raises ValueError when the manifest is damaged.
     """
-    manifest = read_manifest(checkpoint)
-    storage = open_storage(checkpoint)
+    return _holdings(read_manifest(checkpoint), open_storage(checkpoint))
+
+
+def _holdings(manifest: Mapping[str, Any], storage: Storage) -> list[Holding]:
     snapshot = Snapshot(
         manifest["generation"], manifest["step"], 0, manifest["layout"], records=(), meta=manifest["meta"]
     )

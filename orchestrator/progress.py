@@ -52,6 +52,8 @@ def event_line(event: dict[str, Any]) -> str | None:
             return f"the checkpoint of step {event['step']} was left out: {_short(event['cause'])}"
         case "checkpoint_failed":
             return f"the checkpoint of step {event['step']} was not written: {event['cause']}"
+        case "state_inconsistent":
+            return f"the state of step {event['step']} is not the same everywhere: {event['cause']}"
         case "checkpoint":
             return f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
     return None

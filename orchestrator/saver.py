@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from checkpointing.checks import violations
 from checkpointing.config import CheckpointConfig, parse_size
 from checkpointing.cover import StateLost
 from checkpointing.durable import commit
@@ -21,6 +22,8 @@ from orchestrator.generation import take_inventory
 from orchestrator.ledger import Ledger
 from orchestrator.nodes import Nodes
 from orchestrator.runfolder import RunFolder
+
+_NAMED = 3  # of what is wrong with a state; it is mostly the same for all of its tensors
 
 
 class Saver:
@@ -101,6 +104,9 @@ class Saver:
 
     def _write(self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int) -> str:
         state = [h for h in holdings if (h.snapshot.generation, h.snapshot.step) == (generation, step)]
+        wrong = [found for found in violations(schema, state) if found.kind != "missing"]  # else no attempt
+        for violation in wrong[:_NAMED]:
+            self._ledger.event("state_inconsistent", step=step, cause=str(violation))
         shares = plan_shares(schema, state)
         attempt = begin(self.directory, step)
         writing = [

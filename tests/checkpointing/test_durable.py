@@ -15,6 +15,8 @@ from pyarrow.fs import LocalFileSystem
 
 from checkpointing import arrow_storage, durable
 from checkpointing.arena import Arena
+from checkpointing.boxes import describe
+from checkpointing.checkpoint_file import record_of
 from checkpointing.cover import StateLost, newest_complete
 from checkpointing.holding import DigestMismatch, HoldingGone
 from checkpointing.layout import Layout
@@ -106,6 +108,20 @@ def test_missing_and_cut_files_are_named_and_the_next_older_checkpoint_is_taken(
     open_storage(old).remove("COMMITTED")
     found, problems = durable.newest_verified(directory)
     assert found is None and "COMMITTED is missing" in problems[-1]
+
+
+def test_a_manifest_whose_boxes_overlap_or_have_another_dtype_is_not_verified(tmp_path: Path) -> None:
+    """A manifest that is whole, but was made by something that is not."""
+    checkpoint = Path(save(str(tmp_path), 5))
+    manifest = durable.read_manifest(str(checkpoint))
+    wrong = manifest["files"][0]["pieces"][0]
+    manifest["files"][-1]["pieces"] += [{**wrong, "dtype": "int16"}]
+    text = json.dumps(manifest).encode()
+    (checkpoint / "manifest.json").write_bytes(text)
+    (checkpoint / "COMMITTED").write_bytes(durable._mark(text))
+    (problem,) = durable.verify(str(checkpoint), deep=False)
+    assert "has dtype int16" in problem and describe(record_of(wrong).piece) in problem
+    assert manifest["files"][-1]["file"] in problem
 
 
 def test_a_committed_step_is_never_written_into(place: Place) -> None:
