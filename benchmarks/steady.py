@@ -1,7 +1,8 @@
 """Time of an undisturbed step: ours against the same torch parts in a plain loop under torchrun with stock gloo.
 
 The same engine, layouts and batches, one thread per worker; input is held in memory under torchrun and read ahead by a
-reader actor in ours. Runs alternate. A figure is a run's median time from the end of one step to the end of the next.
+reader actor in ours; our workers keep the pages of their heap (workers/heap.py), torchrun's have the C library's
+defaults. Runs alternate. A figure is a run's median time from the end of one step to the end of the next.
 """
 
 from __future__ import annotations
@@ -38,32 +39,32 @@ class OurRun:
 
 
 def run(quick: bool) -> list[Row]:
-    """Quick: one short run under dp2. In full: three runs of each layout, then protection, then eight workers."""
+    """Quick: one short run under dp2. In full: three runs of each layout, then two of eight workers."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
-        bench = _Bench(Path(folder), steps=20 if quick else 40, repeats=1 if quick else 3)
+        bench = _Bench(Path(folder), steps=20 if quick else 30)
         rows: list[Row] = []
         with local_cluster(num_nodes=2, cpus_per_node=1) as cluster:
             for layout in ("dp2",) if quick else ("dp2", "tp2", "pp2"):
-                rows += bench.against_torchrun(cluster, layout, 2)
+                rows += bench.against_torchrun(cluster, layout, 2, repeats=1 if quick else 3)
             if not quick:
-                rows += bench.protection(cluster, "dp2", 2)
+                rows += bench.protection(cluster, "dp2", 2, repeats=3)
         if not quick:
             with local_cluster(num_nodes=4, cpus_per_node=2) as cluster:
-                rows += bench.against_torchrun(cluster, "dp2·tp2·pp2", 8)
-                rows += bench.protection(cluster, "dp2·tp2·pp2", 8)
+                rows += bench.against_torchrun(cluster, "dp2·tp2·pp2", 8, repeats=2)
+                rows += bench.protection(cluster, "dp2·tp2·pp2", 8, repeats=2)
         return rows
 
 
 class _Bench:
-    def __init__(self, folder: Path, steps: int, repeats: int) -> None:
-        self._folder, self._steps, self._repeats = folder, steps, repeats
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._steps = folder, steps
         self._batches = folder / "batches.npy"
         self._num_runs = 0
         workload.write_batches(workload.job(2, ["dp2"]), self._batches, steps)
 
-    def against_torchrun(self, cluster: LocalCluster, layout: str, size: int) -> list[Row]:
+    def against_torchrun(self, cluster: LocalCluster, layout: str, size: int, repeats: int) -> list[Row]:
         ours, theirs = [], []
-        for _ in range(self._repeats):
+        for _ in range(repeats):
             ours.append(self._ours(cluster, self._job(layout, size, _OFF)))
             theirs.append(self._torchrun(layout, size))
         figure = f"{layout}, {size} workers, protection off"
@@ -73,7 +74,7 @@ class _Bench:
             own(NAME, f"{figure}: wait for input per step", waits),
         ]
 
-    def protection(self, cluster: LocalCluster, layout: str, size: int) -> list[Row]:
+    def protection(self, cluster: LocalCluster, layout: str, size: int, repeats: int) -> list[Row]:
         """What protection costs: the same job with and without, in turns."""
         settings: dict[str, dict[str, Any]] = {
             "every step": {"survive": 1, "snapshot_every": 1},
@@ -81,7 +82,7 @@ class _Bench:
         }
         off: list[OurRun] = []
         on: dict[str, list[OurRun]] = {name: [] for name in settings}
-        for _ in range(self._repeats):
+        for _ in range(repeats):
             off.append(self._ours(cluster, self._job(layout, size, _OFF)))
             for name, protection in settings.items():
                 on[name].append(self._ours(cluster, self._job(layout, size, protection)))
