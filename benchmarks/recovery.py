@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -125,7 +126,11 @@ class _Planaria(System):
 
     def phases(self, killed: float) -> dict[str, float]:
         """Seconds of the incidents since ``killed``; ``detect`` is counted from the signal on."""
-        incidents = [event for event in self.job.events.read() if "incident" in event and event["time"] > killed]
+
+        def since() -> list[dict[str, Any]] | None:
+            return [e for e in self.job.events.read() if "incident" in e and e["time"] > killed] or None
+
+        incidents = self.job.wait_for(since, "the incident's line, which comes after its step's")
         first = incidents[0]
         phases = {phase: sum(incident["phases"][phase] for incident in incidents) for phase in PHASES}
         return {**phases, "detect": first["since"] + first["phases"]["detect"] - killed}
