@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from checkpointing.boxes import describe, uncovered
 from checkpointing.holding import Holding
@@ -57,6 +57,26 @@ def newest_complete(schema: Schema, holdings: Iterable[Holding]) -> tuple[int, i
     if newest_missing is None:
         raise StateLost("no snapshot of any step is left")
     raise StateLost(describe_missing(max(by_step)[0], newest_missing), newest_missing)
+
+
+def may_replace_others(
+    schema: Schema, holdings: Iterable[Holding], state: tuple[int, int], domains: Mapping[str, str]
+) -> bool:
+    """Whether the memory of all other states may be used again once one goes on from ``state`` (generation, step).
+
+    It may when the state is held in two failure domains, or else when no other is: a snapshot is listed before its copy
+    is there, and the one before it, held twice, is what a further loss would leave. ``domains``: node -> domain.
+    """
+    where: dict[tuple[int, int], dict[Piece, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for holding in holdings:
+        for record in holding.snapshot.records:
+            of = where[holding.snapshot.generation, holding.snapshot.step]
+            of[record.piece].add(domains.get(holding.node, holding.node))
+
+    def held_twice(boxes: Mapping[Piece, set[str]]) -> bool:
+        return not missing_boxes(schema, (piece for piece, of in boxes.items() if len(of) > 1))
+
+    return held_twice(where[state]) or not any(held_twice(boxes) for other, boxes in where.items() if other != state)
 
 
 def held_boxes(holdings: Iterable[Holding]) -> Iterator[Piece]:

@@ -30,7 +30,7 @@ from checkpointing.snapshot import Snapshot, digest_of
 from checkpointing.storage import unpaced
 
 Role = Literal["primary", "copy", "pin"]
-CallHold = Callable[[Any, Snapshot, int, np.ndarray], None]
+CallHold = Callable[[Any, Snapshot, int, np.ndarray, bool], None]
 
 
 class StaleGeneration(RuntimeError):
@@ -46,6 +46,7 @@ class _Kept:
 
     arena: Arena
     buddy: Any = None
+    may_replace: bool = False  # copies of the snapshots in it may go where those of older generations are
     listed: dict[int, tuple[Snapshot, int]] = field(default_factory=dict)
     holding: threading.Lock = field(default_factory=threading.Lock)  # one copy at a time is written here
 
@@ -56,7 +57,7 @@ class _Kept:
 
 
 class Keeper:
-    """See the module. ``call_hold(buddy, snapshot, slot, data)`` runs ``hold`` on another keeper and returns once that
+    """See the module. ``call_hold(buddy, *arguments)`` runs ``hold`` on another keeper and returns once that
     has acknowledged; ``buddy`` is whatever ``open_arena`` was given.
     """
 
@@ -75,20 +76,21 @@ class Keeper:
         nbytes: int,
         buddy: Any,
         mapped: ArenaAddress | None = None,
-        source: tuple[int, int] | None = None,
+        spared: tuple[int, int] | None = None,
     ) -> tuple[ArenaAddress, int]:
         """Two slots of ``nbytes`` bytes for a local worker, which maps them by the address; and which to write first.
 
         ``buddy`` is the keeper that will hold copies, or None. ``mapped`` is the arena that the same process wrote in
         an earlier generation: it gets that one again when the size is right, to begin with the slot that does not hold
-        the state of ``source`` (generation, step), which others may still be reading. Raises StaleGeneration;
-        ValueError when the node has not enough memory.
+        the state ``spared`` (generation, step), from which all are recovering; None spares all there is, in an arena of
+        its own. Raises StaleGeneration; ValueError when the node has not enough memory.
         """
-        kept = self._open("primary", generation, rank, nbytes, lambda old: old.arena.address == mapped)
-        kept.buddy = buddy
+        may_replace = spared is not None
+        kept = self._open("primary", generation, rank, nbytes, lambda old: may_replace and old.arena.address == mapped)
+        kept.buddy, kept.may_replace = buddy, may_replace
         with self._lock:
             in_first = [(snapshot.generation, snapshot.step) for snapshot in self._in_slot(kept.arena, 0)]
-        return kept.arena.address, int(source in in_first)
+        return kept.arena.address, int(spared in in_first)
 
     def protect(self, snapshot: Snapshot, slot: int, num_copied: int, durable: bool = False) -> float:
         """List what the worker has just written into ``slot``; return the seconds that it took to be held twice.
@@ -109,17 +111,18 @@ class Keeper:
                 self._pin(snapshot, buffer[: snapshot.nbytes])
             if kept.buddy is not None and num_copied:
                 copied = replace(snapshot, records=snapshot.records[:num_copied])
-                self._call_hold(kept.buddy, copied, slot, buffer[: copied.nbytes])
+                self._call_hold(kept.buddy, copied, slot, buffer[: copied.nbytes], kept.may_replace)
         return time.monotonic() - begun
 
-    def hold(self, snapshot: Snapshot, slot: int, data: np.ndarray) -> None:
+    def hold(self, snapshot: Snapshot, slot: int, data: np.ndarray, may_replace: bool) -> None:
         """Keep a copy of another node's snapshot (``data``: its slot's first ``snapshot.nbytes`` bytes, uint8).
 
+        ``may_replace``: in the arena of an older generation, unless the slot holds the same step.
         Raises StaleGeneration; DigestMismatch, after which the slot holds nothing; ValueError when memory is short.
         """
 
         def has_room(old: _Kept) -> bool:
-            return all(other.step != snapshot.step for other in self._in_slot(old.arena, slot))
+            return may_replace and all(other.step != snapshot.step for other in self._in_slot(old.arena, slot))
 
         kept = self._open("copy", snapshot.generation, snapshot.rank, data.nbytes, has_room)
         if data.nbytes > kept.arena.address.nbytes:
@@ -179,9 +182,10 @@ class Keeper:
         with self._lock:
             old = [self._kept.pop(key) for key in [key for key in self._kept if key[1] < before_generation]]
             in_use = [kept.arena for kept in self._kept.values()]
-            for arena in {id(kept.arena): kept.arena for kept in old}.values():
-                if all(arena is not other for other in in_use):
-                    arena.close()
+        # Outside of the lock, since freeing takes long enough for a keeper to seem dead. Nobody finds these any more.
+        for arena in {id(kept.arena): kept.arena for kept in old}.values():
+            if all(arena is not other for other in in_use):
+                arena.close()
 
     def write_durable(
         self, step: int, generation: int, location: str, shares: Sequence[Share], max_bytes_per_s: int | None = None

@@ -110,8 +110,8 @@ class WorkerActor(Lease):
     def fence(self, generation: int, cause: str) -> float:
         return self._worker.fence(generation, cause)
 
-    def quiesced(self, timeout_s: float) -> Any:
-        return self._worker.quiesced(timeout_s)
+    def quiesced(self, generation: int, timeout_s: float) -> Any:
+        return self._worker.quiesced(generation, timeout_s)
 
     def stop_after_step(self) -> None:
         self._worker.stop_after_step()

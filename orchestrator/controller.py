@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from checkpointing.cover import StateLost, newest_complete
+from checkpointing.cover import StateLost, may_replace_others, newest_complete
 from checkpointing.durable import checkpoint_holdings, newest_verified
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema
@@ -254,7 +254,7 @@ class Controller:
                 copied=upcoming.copied[rank],
                 readers=self._readers.preference(member.node),
                 step=source.step,
-                source_generation=source.generation,
+                spared=(source.generation, source.step) if source.replaces else None,
                 cursor=source.cursor,
                 tokens=source.tokens,
                 snapshot_every=self._config.protection.snapshot_every,
@@ -371,6 +371,8 @@ class Controller:
 
     def _inventory(self) -> Sequence[Holding]:
         holdings, _ = take_inventory(self._nodes, set(self._nodes.domains))
+        if not self._is_complete(holdings):  # a node that is only slow must not cost the state
+            holdings, _ = take_inventory(self._nodes, set(self._nodes.domains), LAST_CALL_S)
         return holdings
 
     def _best_source(self, holdings: Sequence[Holding]) -> Source:
@@ -389,7 +391,8 @@ class Controller:
                 f"{lost}; there is no durable checkpoint to fall back to "
                 f"(run.checkpoint_config.every_steps is {self._config.run.checkpoint_config.every_steps})"
             ) from None
-        return Source.of([h for h in usable if (h.snapshot.generation, h.snapshot.step) == state], "memory")
+        replaces = may_replace_others(self._schema, usable, state, self._nodes.domains)
+        return Source.of([h for h in usable if (h.snapshot.generation, h.snapshot.step) == state], "memory", replaces)
 
     # Beside everything
 

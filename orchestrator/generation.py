@@ -172,7 +172,7 @@ class Running:
         dead_nodes = set(keepers) - answered
         dead = {worker.id for worker in self._members if worker.node in dead_nodes or worker.id not in answered}
         alive = [worker for worker in self._members if worker.id not in dead]
-        quiesced = {worker.id: worker.actor.quiesced.remote(self._bound_s) for worker in alive}
+        quiesced = {worker.id: worker.actor.quiesced.remote(generation, self._bound_s) for worker in alive}
         deadline = time.monotonic() + self._bound_s + ANSWER_S
         reports: list[dict[str, Any]] = []
         for name, ref in quiesced.items():

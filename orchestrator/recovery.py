@@ -17,7 +17,10 @@ from workers.plan import Member, Plan
 
 @dataclass(frozen=True)
 class Source:
-    """The state to go on from: the holdings of one complete snapshot or checkpoint, or none for fresh weights."""
+    """The state to go on from: the holdings of one complete snapshot or checkpoint, or none for fresh weights.
+
+    ``replaces``: the memory that other states lie in may be used again, see ``cover.may_replace_others``.
+    """
 
     generation: int
     step: int
@@ -25,18 +28,18 @@ class Source:
     tokens: int
     holdings: tuple[Holding, ...]
     tier: str
+    replaces: bool = True
 
     @classmethod
     def fresh(cls) -> Source:
         return cls(0, 0, [0, 0, 0], 0, (), "init")
 
     @classmethod
-    def of(cls, holdings: Sequence[Holding], tier: str) -> Source:
+    def of(cls, holdings: Sequence[Holding], tier: str, replaces: bool = True) -> Source:
         """From holdings of one (generation, step): their meta is the same on every rank."""
         snapshot = holdings[0].snapshot
-        return cls(
-            snapshot.generation, snapshot.step, snapshot.meta["cursor"], snapshot.meta["tokens"], tuple(holdings), tier
-        )
+        meta = snapshot.meta
+        return cls(snapshot.generation, snapshot.step, meta["cursor"], meta["tokens"], tuple(holdings), tier, replaces)
 
 
 @dataclass(frozen=True)

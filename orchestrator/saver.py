@@ -59,7 +59,8 @@ class Saver:
         if self._thread is not None and self._thread.is_alive():
             self._ledger.event("checkpoint_skipped", step=step, cause="the last one is still being written")
             return
-        holdings, _ = take_inventory(nodes, set(nodes.domains))
+        found, _ = take_inventory(nodes, set(nodes.domains))
+        holdings = [holding for holding in found if holding.role == "pin"]  # the others are written over meanwhile
         keepers = {node.name: node.keeper for node in nodes}
         self._thread = threading.Thread(
             target=self._try, args=(schema, keepers, holdings, generation, step, True), name="saver", daemon=True

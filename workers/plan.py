@@ -54,7 +54,7 @@ class Order:
     buddy       the keeper that holds this rank's copy, or None
     copied      the pieces that the buddy holds a copy of; replicas in other failure domains hold the others
     readers     reader handles in this worker's order of preference
-    source_generation  the generation whose state of ``step`` is the source (0: fresh weights or a checkpoint)
+    spared      (generation, step) of the source: what other states lie in may be written over; None: nothing may
     cursor      position in the global data order of the first step to run
     tokens      valid tokens consumed so far (counts towards ``max_tokens``)
     log         file that gets what the process prints meanwhile
@@ -74,7 +74,7 @@ class Order:
     copied: frozenset[Piece]
     readers: tuple[Any, ...]
     step: int
-    source_generation: int
+    spared: tuple[int, int] | None
     cursor: list[int]
     tokens: int
     snapshot_every: int | str

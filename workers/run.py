@@ -137,6 +137,7 @@ class _Training:
             keepers = KeeperReads(lambda node, asked: wait_for(order.keepers[node].read.remote(asked), fence))
             load_state(order.fetches, state.arrays, keepers, self.memory.arena)
             state.push()
+            self.engine.vote(stop=False)  # all have verified the source before anybody writes over what came before it
         self.snapshots = Snapshots(order, state, fence, self.memory)
         self.snapshots.take(self.step, self._meta(), durable=False)
         self.control.report("taken_over", seconds=time.monotonic() - started)

@@ -52,9 +52,8 @@ class Snapshots:
         # What needs a copy comes first, so that the copy is one run of bytes.
         self._arrays = dict(sorted(state.arrays.items(), key=lambda held: held[0] not in order.copied))
         nbytes = snapshot_nbytes(self._arrays)
-        source = (order.source_generation, order.step)
         opening = order.keeper.open_arena.remote(
-            order.generation, order.rank, nbytes, order.buddy, memory.address, source
+            order.generation, order.rank, nbytes, order.buddy, memory.address, order.spared
         )
         address, self._next_slot = wait_for(opening, fence)
         self._arena = memory.map(address)

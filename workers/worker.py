@@ -62,7 +62,9 @@ class Worker:
 
     def rest(self) -> None:
         """This worker plays no rank in the next generation: let go of the memory of the last one."""
-        self._memory.unmap()
+        with self._lock:
+            if self._control is None or self._control.done.is_set():
+                self._memory.unmap()
 
     def fence(self, generation: int, cause: str) -> float:
         """End ``generation`` and all older ones here; returns at once with the time of day. Safe to call twice."""
@@ -73,12 +75,17 @@ class Worker:
             control.fence.trip(cause)
         return time.time()
 
-    def quiesced(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Wait until the training thread has left its generation; its last reports, or None when it has not in time."""
+    def quiesced(self, generation: int, timeout_s: float) -> list[dict[str, Any]] | None:
+        """Wait until the training thread is idle; its last reports of ``generation``, or None when it is not in time.
+
+        A fence may overtake an order: then there are reports of an earlier generation only, which are old news.
+        """
         control = self._control
         if control is None:
             return []
-        return control.reports(0, 0) if control.done.wait(timeout_s) else None
+        if not control.done.wait(timeout_s):
+            return None
+        return control.reports(0, 0) if control.generation == generation else []
 
     def stop_after_step(self) -> None:
         """Ask for a stop at the next vote: every member ends after the same step."""

@@ -101,8 +101,8 @@ class Nodes:
     def _next(self, node: str) -> str:
         return self.names[(self.names.index(node) + 1) % len(self.names)]
 
-    def _call_hold(self, buddy: str, snapshot: Snapshot, slot: int, data: np.ndarray) -> None:
-        self.keepers[buddy].hold(snapshot, slot, data.copy())
+    def _call_hold(self, buddy: str, snapshot: Snapshot, slot: int, data: np.ndarray, may_replace: bool) -> None:
+        self.keepers[buddy].hold(snapshot, slot, data.copy(), may_replace)
 
 
 def save_checkpoint(

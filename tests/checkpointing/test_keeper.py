@@ -75,10 +75,10 @@ def test_a_bit_flipped_on_the_way_is_found_by_the_receiver(nodes: Nodes) -> None
 
 
 def test_a_copy_that_arrives_damaged_is_refused_and_not_listed() -> None:
-    def call_hold(buddy: Keeper, snapshot: Snapshot, slot: int, data: np.ndarray) -> None:
+    def call_hold(buddy: Keeper, snapshot: Snapshot, slot: int, data: np.ndarray, may_replace: bool) -> None:
         torn = data.copy()
         torn[0] ^= 1
-        buddy.hold(snapshot, slot, torn)
+        buddy.hold(snapshot, slot, torn, may_replace)
 
     buddy = Keeper("buddy", call_hold)
     keeper = Keeper("node", call_hold)
@@ -89,11 +89,16 @@ def test_a_copy_that_arrives_damaged_is_refused_and_not_listed() -> None:
 
 
 def protect_once(
-    keeper: Keeper, generation: int, step: int, buddy: Keeper | None = None, durable: bool = False
+    keeper: Keeper,
+    generation: int,
+    step: int,
+    buddy: Keeper | None = None,
+    durable: bool = False,
+    spared: tuple[int, int] | None = None,
 ) -> Arena:
     reference = random_reference(TINY, step)
     state = {piece: reference[piece.name] for piece in WHOLE}
-    address, _ = keeper.open_arena(generation, 0, snapshot_nbytes(state), buddy)
+    address, _ = keeper.open_arena(generation, 0, snapshot_nbytes(state), buddy, None, spared)
     arena = Arena.attach(address)
     with arena.writing(step % 2) as buffer:
         records = write_snapshot(buffer, state)
@@ -110,7 +115,7 @@ def test_an_old_generation_can_neither_open_nor_protect_nor_hold() -> None:
     for call in (
         lambda: keeper.open_arena(3, 1, 64, None),
         lambda: keeper.protect(snapshot, 1, 0),
-        lambda: keeper.hold(snapshot, 1, np.zeros(snapshot.nbytes, np.uint8)),
+        lambda: keeper.hold(snapshot, 1, np.zeros(snapshot.nbytes, np.uint8), False),
     ):
         with pytest.raises(StaleGeneration, match="is at generation 4 and refuses generation 3"):
             call()
@@ -145,10 +150,11 @@ def test_the_process_that_wrote_an_arena_goes_on_in_it_and_spares_the_slot_that_
         assert owner.read([request])[1] == (snapshot.records[0].digest,)
 
 
-def test_another_process_gets_an_arena_of_its_own() -> None:
+def test_another_process_and_a_source_that_is_held_once_get_an_arena_of_their_own() -> None:
     keeper = Keeper("node", lambda *_: None)
     first = protect_once(keeper, 1, 5)
     nbytes = first.address.nbytes
+    assert keeper.open_arena(4, 0, nbytes, None, first.address, None)[0] != first.address
     assert keeper.open_arena(2, 0, nbytes, None)[0] != first.address
     assert keeper.open_arena(3, 0, nbytes + 64, None, first.address, (1, 5))[0] != first.address
 
@@ -158,11 +164,11 @@ def test_a_copy_that_comes_too_late_cannot_touch_the_arena_of_a_later_generation
     keeper = Keeper("node", lambda other, *args: other.hold(*args))
     arena = protect_once(keeper, 1, 4, buddy)
     late = keeper.inventory()[0].snapshot
-    protect_once(keeper, 2, 6, buddy)
+    protect_once(keeper, 2, 6, buddy, spared=(1, 5))
     before = {h.snapshot.step for h in buddy.inventory()}
     buddy.fence(2)
     with pytest.raises(StaleGeneration):
-        buddy.hold(late, 0, arena.slot(0)[: late.nbytes])
+        buddy.hold(late, 0, arena.slot(0)[: late.nbytes], True)
     assert {h.snapshot.step for h in buddy.inventory()} == before == {6}
 
 
@@ -181,7 +187,7 @@ def test_a_generation_fenced_while_its_copy_arrives_is_not_listed() -> None:
 
     buddy._open = open_then_fence
     with pytest.raises(StaleGeneration):
-        buddy.hold(snapshot, 1, data)
+        buddy.hold(snapshot, 1, data, False)
     assert buddy.inventory() == []
 
 

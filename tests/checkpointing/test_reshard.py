@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpointing.cover import StateLost, newest_complete
+from checkpointing.cover import StateLost, may_replace_others, newest_complete
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema, TensorSpec, pieces
 from checkpointing.transfer import Destination, plan_transfer
@@ -105,6 +105,23 @@ def test_the_newest_whole_step_is_taken_and_a_torn_one_passed_over():
         partial = [h for h in nodes.inventory("acd") if (h.snapshot.generation, h.role) != (2, "copy")]
         assert newest_complete(TINY, partial) == (1, 5)
     nodes.close()
+
+
+def test_a_state_held_once_does_not_replace_one_held_twice():
+    """The newest snapshot is listed before its copies are there; until then the one before it is the safer one."""
+    nodes, layout, domains = Nodes("ab"), Layout.parse("dp2"), {"a": "x", "b": "y"}
+    nodes.protect(TINY, random_reference(TINY, 4), layout, "ab", step=4)
+    alone = Nodes("ab", copies=False)
+    alone.protect(TINY, random_reference(TINY, 5), layout, "ab", step=5)
+    both = nodes.inventory("ab") + alone.inventory("ab")
+    assert newest_complete(TINY, both) == (1, 5)
+    assert not may_replace_others(TINY, both, (1, 5), domains)
+    assert may_replace_others(TINY, both, (1, 4), domains)
+    assert may_replace_others(TINY, both, (1, 5), {"a": "x", "b": "x"}), "one domain: neither survives its loss"
+    left = nodes.inventory("a") + alone.inventory("ab")
+    assert may_replace_others(TINY, left, (1, 5), domains), "nothing is held twice any more"
+    nodes.close()
+    alone.close()
 
 
 def test_the_sentence_names_tensors_boxes_and_step():
