@@ -81,9 +81,9 @@ class Keeper:
         """Two slots of ``nbytes`` bytes for a local worker, which maps them by the address; and which to write first.
 
         ``buddy`` is the keeper that will hold copies, or None. ``mapped`` is the arena that the same process wrote in
-        an earlier generation: it gets that one again when the size is right, to begin with the slot that does not hold
-        the state ``spared`` (generation, step), from which all are recovering; None spares all there is, in an arena of
-        its own. Raises StaleGeneration; ValueError when the node has not enough memory.
+        an earlier generation: it gets that one again when rank and size are as before, to begin with the slot that does
+        not hold the state ``spared`` (generation, step), from which all are recovering; None spares all there is, in an
+        arena of its own. Raises StaleGeneration; ValueError when the node has not enough memory.
         """
         may_replace = spared is not None
         kept = self._open("primary", generation, rank, nbytes, lambda old: may_replace and old.arena.address == mapped)

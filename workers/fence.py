@@ -16,7 +16,7 @@ class Fenced(RuntimeError):
 
 
 class Fence:
-    """Ends every wait of one generation, from any thread, in about a millisecond. It trips once and stays tripped."""
+    """Ends every wait of one generation, from any thread, when it next looks (50 ms) or sooner. It stays tripped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

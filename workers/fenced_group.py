@@ -1,4 +1,4 @@
-"""Process groups whose waits can be ended from any thread in a few milliseconds, whatever gloo is doing.
+"""Process groups whose waits can be ended from any thread within 50 ms, whatever gloo is doing.
 
 Stock gloo leaves survivors of a killed peer waiting for its timeout, and its ``abort`` does nothing. Here no thread of
 ours waits inside gloo for long: collectives look at the fence every 50 ms; sends, receives and connecting run in
