@@ -24,7 +24,7 @@ _OPTIONS = ("region", "endpoint_override", "scheme", "sse", "sse_kms_key_id")
 _PART_NBYTES = 16 << 20  # S3 takes none below 5 MiB but the last
 _PARTS_FROM_NBYTES = _PART_NBYTES  # smaller files are one request
 _MOST_PARTS = 10_000
-_MOST_TRIES = 9
+_MOST_TRIES = 8
 _PARTS_AT_ONCE = 4  # of one file; so many parts are in memory beside the state
 _UPLOAD_NOTE = ".upload"  # name + this holds the id of an unfinished multipart upload of ``name``
 _MOST_DELETED_AT_ONCE = 1000
@@ -32,12 +32,16 @@ _MOST_DELETED_AT_ONCE = 1000
 
 @lru_cache
 def _client(region: str | None, endpoint: str | None) -> Any:
-    """Thread-safe. Retries wait with full jitter, for most of a minute all in all."""
+    """Thread-safe. Retries wait with jitter, a minute all in all on average.
+
+    Botocore's newer mode "standard" gives up after some seconds: its waits begin at 50 ms, and all threads of a client
+    share one quota of retries. A store that restarts is away for longer.
+    """
     import boto3
     from botocore.config import Config
 
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": _MOST_TRIES},
+        retries={"mode": "legacy", "total_max_attempts": _MOST_TRIES},
         connect_timeout=5,
         read_timeout=60,
         max_pool_connections=32,

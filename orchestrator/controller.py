@@ -8,7 +8,8 @@
                                         +-- Waiting (too few workers; the state stays in memory)
 
 Every transition is an event. Decisions are made by the pure functions of ``policies`` and ``recovery``; processes are
-talked to through ``Nodes``, ``Readers`` and ``Running``.
+talked to through ``Nodes``, ``Readers`` and ``Running``; ``Membership`` keeps up with who is there, ``Survival`` with
+what is left of the state.
 """
 
 from __future__ import annotations
@@ -20,26 +21,25 @@ from typing import Any
 
 import ray
 
-from checkpointing.cover import StateLost, may_replace_others, newest_complete
-from checkpointing.durable import checkpoint_holdings, newest_verified
+from checkpointing.cover import StateLost
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema
 from checkpointing.transfer import Holding
 from orchestrator.config import JobConfig
-from orchestrator.generation import ANSWER_S, LAST_CALL_S, Ended, Running, Survivors, call_roll, take_inventory
+from orchestrator.generation import ANSWER_S, LAST_CALL_S, Ended, Running, Survivors, call_roll
 from orchestrator.ledger import Ledger, Phase
+from orchestrator.membership import Membership
 from orchestrator.nodes import Nodes
 from orchestrator.policies import End, FailurePolicy, choose_layout
 from orchestrator.readers import Readers
 from orchestrator.recovery import NextGeneration, Source, plan_generation
 from orchestrator.saver import Saver
 from orchestrator.stop import StopRequest
+from orchestrator.survival import Survival
 from workers.plan import Order, Plan
 from workers.program import Program
 
 _TICK_S = 0.25
-_LOOK_FOR_NODES_EVERY_S = 1.0
-_MOST_FAILED_STARTS = 8  # before the first step; later the job lives on what it has
 
 
 class State(enum.Enum):
@@ -84,10 +84,8 @@ class Controller:
         self.generation = first_generation - 1
         self.step = 0
         self._plan: Plan | None = None
-        self._unusable: set[Any] = set()
-        self._num_failed_starts, self._failed_start = 0, ""
+        self._membership = Membership(nodes, readers, ledger)
         self._pinned: tuple[int, int] | None = None  # generation and step of a checkpoint that is due
-        self._next_look = 0.0
 
     def run(self) -> None:
         self._enter(State.PLANNING)
@@ -95,7 +93,9 @@ class Controller:
         if schema is None:
             return
         self._schema = schema
-        source = self._first_source()
+        self._survival = Survival(schema, self._nodes, self._saver.directory, self._ledger)
+        source = self._survival.first()
+        self.step = source.step
         while not self._config.training.is_over(source.step, source.tokens):
             upcoming = self._replan(source)
             if upcoming is None:  # stopped while waiting for workers: the keepers still have the state
@@ -132,38 +132,21 @@ class Controller:
                 first = next(iter(self._nodes.ready_workers().values()))
                 return ray.get(first.actor.describe.remote(self._program))
             except ray.exceptions.RayActorError:
-                self._forget(*call_roll(self._nodes))  # somebody died before the first step: go on with the others
+                # Somebody died before the first step: go on with the others.
+                self._membership.forget(*call_roll(self._nodes))
 
     def _warm_up(self) -> bool:
         """Wait until all workers of the nodes there are have started and there are enough. False: stop instead."""
         minimum = self._config.group.scaling.min_workers
-        self._look_after_nodes()
-        while (
-            any(handle.warming for node in self._nodes for handle in node.workers.values())
-            or len(self._nodes.ready_workers()) < minimum
-        ):
+        self._membership.look()
+        while not self._membership.is_warm(minimum):
             if self._stop.check():
                 return False
-            if self._num_failed_starts >= _MOST_FAILED_STARTS:
-                raise JobFailed(f"workers do not start: {self._failed_start}")
-            self._look_after_nodes()
+            if self._membership.cannot_start is not None:
+                raise JobFailed(f"workers do not start: {self._membership.cannot_start}")
+            self._membership.look()
             time.sleep(_TICK_S)
         return True
-
-    def _first_source(self) -> Source:
-        """Fresh weights, or the newest verified checkpoint when the run's folder has one."""
-        source = self._from_disk()
-        if source is None:
-            return Source.fresh()
-        self.step = source.step
-        self._ledger.event("resumed", step=source.step)
-        return source
-
-    def _from_disk(self) -> Source | None:
-        checkpoint, problems = newest_verified(self._saver.directory)
-        for problem in problems:
-            self._ledger.event("checkpoint_damaged", cause=problem)
-        return Source.of(checkpoint_holdings(checkpoint), "disk") if checkpoint is not None else None
 
     # Plan
 
@@ -174,7 +157,7 @@ class Controller:
         while (upcoming := self._plan_from(source)) is None:
             if not self._wait_for_workers():
                 return None
-            source = self._best_source(self._inventory()) if source.tier == "memory" else source
+            source = self._newest(self._survival.inventory()) if source.tier == "memory" else source
         return upcoming
 
     def _plan_from(self, source: Source) -> NextGeneration | None:
@@ -200,7 +183,7 @@ class Controller:
         while not set(self._nodes.ready_workers()) - before:
             if self._stop.check():
                 return False
-            self._look_after_nodes()
+            self._membership.look()
             time.sleep(_TICK_S)
         return True
 
@@ -227,7 +210,7 @@ class Controller:
                         self._on_report(report, upcoming)
                 return ended
             # While a generation recovers, its first step needs the processors more than a new standby does.
-            if self._look_after_nodes(refill=self._ledger.open_incident is None):
+            if self._membership.look(refill=self._ledger.open_incident is None):
                 self._running.use_readers(self._readers)
             # Not before the first step: until then a worker may not have its order yet, and would not remember.
             begun = self.step > upcoming.source.step
@@ -310,7 +293,7 @@ class Controller:
         now = time.time()
         incident = self._ledger.incident("resize", "more workers are ready", plan, since=now, noticed=now)
         incident.begin("quiesce")
-        return self._best_source(self._inventory())
+        return self._newest(self._survival.inventory())
 
     def _failed(self, ended: Ended, upcoming: NextGeneration) -> Source:
         """Fence the generation, see what is left, and decide how to go on. Raises JobFailed when it cannot."""
@@ -319,7 +302,7 @@ class Controller:
         survivors = self._quiesce(ended, upcoming)
         if survivors.raised is not None and not ended.raised:
             ended = survivors.raised
-        if not self._is_complete(survivors.holdings):
+        if not self._survival.is_complete(survivors.holdings):
             # A node that is only slow must not cost the state.
             survivors = self._quiesce(ended, upcoming, LAST_CALL_S)
         since = ended.since or noticed
@@ -327,14 +310,14 @@ class Controller:
         incident.add_phase("quiesce", time.time() - noticed)
         incident.lost(nodes=survivors.dead_nodes, workers=survivors.dead_workers)
         incident.begin("replan")
-        self._forget(survivors.dead_workers, survivors.dead_nodes)
+        self._membership.forget(survivors.dead_workers, survivors.dead_nodes)
         if ended.unusable is not None:
-            self._unusable.add(ended.unusable)
+            self._survival.distrust(ended.unusable)
         decision = self._failures.decide(ended.cause.strip().splitlines()[-1], self.step)
         try:
             if isinstance(decision, End):
                 raise JobFailed(decision.reason)
-            source = self._best_source(survivors.holdings)
+            source = self._newest(survivors.holdings)
         except JobFailed as failure:
             incident.close(generation=self.generation, ended=str(failure))
             raise
@@ -348,76 +331,14 @@ class Controller:
             self._on_report(report, upcoming)
         return survivors
 
-    def _is_complete(self, holdings: Sequence[Holding]) -> bool:
+    def _newest(self, holdings: Sequence[Holding]) -> Source:
         try:
-            newest_complete(self._schema, holdings)
-        except StateLost:
-            return False
-        return True
-
-    def _forget(self, workers: Sequence[str], nodes: Sequence[str]) -> None:
-        for name in nodes:
-            self._lose(name)
-        for name in workers:
-            node = name.split("/")[0]
-            if node in self._nodes:
-                self._nodes.drop_worker(self._nodes[node].workers[name])
-                self._ledger.event("worker_lost", worker=name)
-        self._readers.ensure(list(self._nodes))
-
-    def _lose(self, node: str) -> None:
-        self._nodes.lose(node)
-        self._ledger.event("node_lost", node=node)
-
-    def _inventory(self) -> Sequence[Holding]:
-        holdings, _ = take_inventory(self._nodes, set(self._nodes.domains))
-        if not self._is_complete(holdings):  # a node that is only slow must not cost the state
-            holdings, _ = take_inventory(self._nodes, set(self._nodes.domains), LAST_CALL_S)
-        return holdings
-
-    def _best_source(self, holdings: Sequence[Holding]) -> Source:
-        """The newest complete snapshot in memory, else the newest verified checkpoint, else (no step) the beginning."""
-        usable = [holding for holding in holdings if holding.key not in self._unusable]
-        try:
-            state = newest_complete(self._schema, usable)
+            return self._survival.newest(holdings, self.step)
         except StateLost as lost:
-            source = self._from_disk()
-            if source is not None:
-                self._ledger.event("fallback", cause=str(lost), step=source.step)
-                return source
-            if self.step == 0:
-                return Source.fresh()
             raise JobFailed(
                 f"{lost}; there is no durable checkpoint to fall back to "
                 f"(run.checkpoint_config.every_steps is {self._config.run.checkpoint_config.every_steps})"
             ) from None
-        replaces = may_replace_others(self._schema, usable, state, self._nodes.domains)
-        return Source.of([h for h in usable if (h.snapshot.generation, h.snapshot.step) == state], "memory", replaces)
-
-    # Beside everything
-
-    def _look_after_nodes(self, refill: bool = True) -> bool:
-        """Admit nodes that joined, take note of what is warm, bring nodes back to strength; whether readers changed."""
-        if time.monotonic() < self._next_look:
-            return False
-        self._next_look = time.monotonic() + _LOOK_FOR_NODES_EVERY_S
-        for node in self._nodes.admit_new():
-            self._ledger.event(
-                "node_admitted", node=node.name, ray_node=node.ray_node.ray_id, num_workers=node.num_workers
-            )
-        ready, failed = self._nodes.poll()
-        for name in ready:
-            self._ledger.event("worker_ready", worker=name, pid=self._nodes.pid_of(name))
-        for name, cause in failed:
-            self._ledger.event("start_failed", what=name, cause=cause)
-            self._num_failed_starts, self._failed_start = self._num_failed_starts + 1, cause
-            if name in self._nodes:
-                self._lose(name)
-        for name in self._nodes.gone():
-            self._lose(name)
-        if refill:
-            self._nodes.refill()
-        return self._readers.ensure(list(self._nodes))
 
     def _enter(self, state: State) -> None:
         self._ledger.event("state", state=state.value, step=self.step)

@@ -224,7 +224,7 @@ def test_readers_and_writers_in_many_threads_only_ever_see_whole_snapshots() -> 
     served = []
 
     def train() -> None:
-        for step in range(1, 30):
+        for step in range(1, 12):
             reference = {"w": np.full((64, 64), step)}
             nodes.protect(schema, reference, layout, "abab", step=step)
         stop.set()
@@ -244,5 +244,5 @@ def test_readers_and_writers_in_many_threads_only_ever_see_whole_snapshots() -> 
         for job in running:
             job.result()
     assert served and all(values == {step} for step, values in served)
-    assert newest_complete(schema, nodes.inventory("ab")) == (1, 29)
+    assert newest_complete(schema, nodes.inventory("ab")) == (1, 11)
     nodes.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -58,6 +59,21 @@ def test_the_server_dies_and_comes_back_in_mid_upload(object_server: ObjectServe
     storage.upload("large", buffers(5.5), pace)
     assert storage.read("large") == np.concatenate(buffers(5.5)).tobytes()
     assert object_server.unfinished_uploads() == [] and list(storage.sizes("")) == ["large"]
+
+
+def test_a_store_may_stay_away_for_half_a_minute(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits between the tries of one request; also many failed requests leave the next one all its tries."""
+    monkeypatch.setattr(s3, "_client", s3._client.__wrapped__)
+    storage = open_storage(object_server.url("away"))
+    object_server.kill()
+    random.seed(0)
+    for _ in range(8):
+        waits: list[float] = []
+        monkeypatch.setattr("botocore.endpoint.time.sleep", waits.append)
+        with pytest.raises(OSError, match="Could not connect"):
+            storage.read("large")
+        assert len(waits) == s3._MOST_TRIES - 1 and sum(waits) > 30
+    object_server.start()
 
 
 def test_an_upload_that_fails_is_aborted_at_the_next_start(

@@ -31,7 +31,7 @@ from workers.plan import Plan
 
 NUM_WORKERS = 8
 STEPS_EACH = 2  # and one more, since a stop is asked for while a step is under way
-SHORT_WALK = ["dp8", "dp2·tp4", "pp4·tp2", "dp2·tp2·pp2", "r2·dp4", "pp4·dp2"]
+SHORT_WALK = ["dp8", "pp4·tp2", "dp2·tp2·pp2", "r2·dp4"]
 MODEL = "model={dim: 32, num_layers: 4, num_heads: 4, num_kv_heads: 4, ffn_dim: 64}"
 
 
@@ -77,7 +77,7 @@ class Walk(Controller):
         super()._finish(generation, step)
 
     def _look(self, plan: Plan) -> None:
-        holdings = [h for h in self._inventory() if h.snapshot.generation == plan.generation]
+        holdings = [h for h in self._survival.inventory() if h.snapshot.generation == plan.generation]
         if self._before is not None:
             first = [h for h in holdings if h.snapshot.step == self._began]
             assert_all_hold(self._before, first, self._schema, plan.layout)
