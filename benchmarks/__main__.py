@@ -14,7 +14,7 @@ import click
 
 from benchmarks.rows import Row, table
 
-NAMES = ("recovery", "reshard", "save", "steady")
+NAMES = ("erasure", "recovery", "reshard", "restore", "save", "snapshot", "steady")
 _RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 
 

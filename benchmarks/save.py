@@ -21,26 +21,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.rows import Peer, Row, compare, own
+from benchmarks.training_state import training_state
 from checkpointing.arena import ArenaAddress
 from checkpointing.durable import commit, verify, write_share
 from checkpointing.holding import Holding
-from checkpointing.layout import Layout
 from checkpointing.publish import begin
-from checkpointing.schema import pieces
 from checkpointing.shares import plan_shares
 from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
-from workers.config import DecoderConfig, OptimizerConfig, TrainingConfig
-from workers.models.spec import describe
-from workers.program import Program
 
 NAME = "save"
 _DCP = f"torch.distributed.checkpoint {torch.__version__}, save"
 
 
 def run(quick: bool) -> list[Row]:
-    """Quick: 30 MB, three times. In full: 480 MB, eight times. The first time of each is not counted."""
-    model = DecoderConfig(dim=256 if quick else 640, num_layers=4 if quick else 8, ffn_dim=512 if quick else 1792)
-    state = _State(Program(model, OptimizerConfig(), TrainingConfig(max_steps=1), 1024 if quick else 4096, 32))
+    """Quick: a tenth of it, three times. In full: 500 MB, eight times. The first time of each is not counted."""
+    state = _State(quick)
     rows: list[Row] = []
     for place, parent in (("disk", None), ("tmpfs", "/dev/shm")):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
@@ -57,12 +52,8 @@ def run(quick: bool) -> list[Row]:
 class _State:
     """A training state with random values: as a pinned snapshot, and as the tensors that DCP takes."""
 
-    def __init__(self, program: Program) -> None:
-        self.schema = describe(program)
-        rng = np.random.default_rng(0)
-        specs = {spec.name: spec for spec in self.schema.tensors}
-        boxes = pieces(self.schema, Layout(), 0)
-        arrays = {box: rng.random(box.size).astype(specs[box.name].dtype).reshape(box.size) for box in boxes}
+    def __init__(self, quick: bool) -> None:
+        self.schema, arrays = training_state(quick)
         self.tensors = {box.name: torch.from_numpy(array) for box, array in arrays.items()}
         self.nbytes = sum(array.nbytes for array in arrays.values())
         self.buffer = np.empty(snapshot_nbytes(arrays), np.uint8)

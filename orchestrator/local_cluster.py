@@ -18,8 +18,8 @@ _OBJECT_STORE_BYTES = 150 * 2**20
 class LocalCluster:
     """A Ray cluster of separate nodes (own raylet, agents and object store each) that share this machine's cores."""
 
-    def __init__(self, cpus_per_node: int, temp_dir: str) -> None:
-        self._cpus = cpus_per_node
+    def __init__(self, cpus_per_node: int, temp_dir: str, object_store_nbytes: int) -> None:
+        self._cpus, self._object_store_nbytes = cpus_per_node, object_store_nbytes
         self._temp_dir = temp_dir
         self._cluster = Cluster()
         self._add(head=True)
@@ -28,7 +28,7 @@ class LocalCluster:
         where = {"temp_dir": self._temp_dir, "include_dashboard": False} if head else {}
         return self._cluster.add_node(
             num_cpus=self._cpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
+            object_store_memory=self._object_store_nbytes,
             dashboard_agent_listen_port=0,  # the default port belongs to a cluster that the user may have
             **where,
         )
@@ -69,10 +69,12 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def local_cluster(num_nodes: int, cpus_per_node: int) -> Iterator[LocalCluster]:
+def local_cluster(
+    num_nodes: int, cpus_per_node: int, object_store_nbytes: int = _OBJECT_STORE_BYTES
+) -> Iterator[LocalCluster]:
     """A cluster with ``num_nodes`` nodes (the head is the first) that leaves no process and no file behind."""
     with ray_files() as folder:
-        cluster = LocalCluster(cpus_per_node, folder)
+        cluster = LocalCluster(cpus_per_node, folder, object_store_nbytes)
         try:
             if num_nodes > 1:
                 cluster.add_nodes(num_nodes - 1)

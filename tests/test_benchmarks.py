@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import incidents, recovery, reshard, workload
+from benchmarks import erasure, incidents, recovery, reshard, restore, snapshot, workload
 from benchmarks.incidents import Join, Measured, Recovery
 from benchmarks.jobs import Job, Lines, running, step_times
 from benchmarks.rows import Peer, Row, compare, own, table
@@ -73,6 +74,33 @@ def test_reshard_compares_the_same_moves_and_leaves_the_first_time_out(monkeypat
     quick, full = reshard.run(quick=True), reshard.run(quick=False)
     assert asked == [2, 8] and len(full) - 1 == 3 * (len(quick) - 1)
     assert quick[0]["ratio"] == full[0]["ratio"] == 5.0 and quick[-1]["ours"] == 64.0
+
+
+@pytest.mark.parametrize("missing", ["", ", not measured: no network"])
+def test_erasure_measures_ours_with_and_without_the_peers(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def peers(folder: Path, nbytes: int) -> Iterator[tuple[erasure.Ask | None, str]]:
+        yield (None if missing else lambda way, k, m, task: 1e6), missing
+
+    monkeypatch.setattr(erasure, "_peers", peers)
+    rows = erasure.run(quick=True)
+    of_peers = [row for row in rows if row["other_name"].startswith(("zfec", "PyECLib"))]
+    assert len(of_peers) == 6 and all(row["ours"] for row in rows)
+    for row in of_peers:
+        assert row["other_name"].endswith("no network") if missing else row["ratio"] > 1000
+
+
+def test_snapshot_compares_stalls_and_what_steps_take_longer() -> None:
+    of = {"off": (1.0, 0.0), "loop": (1.1, 0.0), "ours": (1.1, 0.011), "dcp": (1.6, 0.22)}
+    rows = snapshot._rows({way: [snapshot.Run(*run)] * 3 for way, run in of.items()})
+    assert [row["ratio"] for row in rows] == [20.0, None, 5.0, 1.1]
+    assert rows[1]["ours"] == 1.0 and rows[1]["unit"] == "%"
+
+
+def test_restore_compares_memory_with_each_place_of_the_peer() -> None:
+    of = {"here": 0.1, "elsewhere": 0.5, "tmpfs": 1.0, "disk, cached": 1.5, "disk": 3.0, "memcpy": 0.05, "plan": 0.01}
+    rows = restore._rows({way: [seconds] * 3 for way, seconds in of.items()}, 480_000_000)
+    assert [row["ratio"] for row in rows] == [10.0, 15.0, 30.0, 0.5, 2.0, 3.0, 6.0, 0.1, None]
 
 
 def test_lines_are_read_once_and_only_when_whole(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ class _Training:
             state.push()
             self.engine.vote(stop=False)  # all have verified the source before anybody writes over what came before it
         self.snapshots = Snapshots(order, state, fence, self.memory)
+        self._closers.append(self.snapshots.close)
         self.snapshots.take(self.step, self._meta(), durable=False)
         self.control.report("taken_over", seconds=time.monotonic() - started)
 
@@ -173,9 +174,9 @@ class _Training:
             }
             step_s = time.monotonic() - started - stall_s
             if last or durable or self._snapshot_is_due(verdict):
-                stall_s += self.snapshots.take(self.step, self._meta(), durable)
+                self.snapshots.take(self.step, self._meta(), durable)
             if last:
-                self.snapshots.wait_held()
+                stall_s += self.snapshots.wait_held()
                 self.engine.vote(stop=True)  # nobody leaves before all hold the last snapshot
             control.report(
                 "step",

@@ -1,12 +1,14 @@
 """Snapshots on the worker's side: copy the state into the keeper's arena, and know when the copy elsewhere is held.
 
-A worker writes its two slots in turns. It may write one only once *every* worker's snapshot in the other is held twice;
-that is what the vote of the step in between says, so ``wait_held`` comes before each vote and ``take`` after it.
+The copy is made while the next forward and backward run, which only read the state. A worker writes its two slots in
+turns. It may write one only once *every* worker's snapshot in the other is held twice; that is what the vote of the
+step in between says, so ``wait_held`` comes before each vote and ``take`` after it.
 """
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -58,25 +60,30 @@ class Snapshots:
         address, self._next_slot = wait_for(opening, fence)
         self._arena = memory.map(address)
         self.last_step = order.step
-        self.cost_s = 0.0  # seconds that training stood still for the last snapshot
-        self._pending: ray.ObjectRef | None = None
+        # Seconds that the last snapshot cost: the wait, and the copy, since training may want the core that made it.
+        self.cost_s = 0.0
+        self._thread = ThreadPoolExecutor(1, "snapshots")
+        self._copying: Future[tuple[ray.ObjectRef, float]] | None = None
 
-    def take(self, step: int, meta: dict[str, Any], durable: bool) -> float:
-        """Copy the state after ``step`` into the next slot; the keeper sends it on in the background.
+    def take(self, step: int, meta: dict[str, Any], durable: bool) -> None:
+        """Have the state after ``step`` copied into the next slot, and sent on by the keeper, in the background.
 
-        Returns the seconds that training stood still for it.
+        The state must stay as it is until ``wait_held``: forward and backward may run, the optimizer may not.
         """
-        started = time.monotonic()
         slot, self._next_slot = self._next_slot, 1 - self._next_slot
+        self._copying = self._thread.submit(self._copy, step, slot, meta, durable)
+        self.last_step = step
+
+    def _copy(self, step: int, slot: int, meta: dict[str, Any], durable: bool) -> tuple[ray.ObjectRef, float]:
+        """Returns what is done when the keeper and its buddy hold the snapshot, and the seconds that the copy took."""
+        started = time.monotonic()
         self._state.pull()
         with self._arena.writing(slot) as buffer:
             records = write_snapshot(buffer, self._arrays)
         order = self._order
         snapshot = Snapshot(order.generation, step, order.rank, str(order.layout), records, meta)
-        self._pending = order.keeper.protect.remote(snapshot, slot, len(order.copied), durable)
-        self.last_step = step
-        self.cost_s = time.monotonic() - started
-        return self.cost_s
+        pending = order.keeper.protect.remote(snapshot, slot, len(order.copied), durable)
+        return pending, time.monotonic() - started
 
     def wait_held(self) -> float:
         """Wait until the last snapshot is held by the keeper and its buddy; returns the seconds waited.
@@ -84,13 +91,19 @@ class Snapshots:
         Raises Fenced when the generation ends first, also when the buddy's node is the one that died.
         """
         started = time.monotonic()
-        if self._pending is not None:
+        if self._copying is not None:
+            pending, copy_s = self._copying.result()
+            copied = time.monotonic()
             try:
-                wait_for(self._pending, self._fence)
+                wait_for(pending, self._fence)
             except ray.exceptions.RayError as error:
                 cause = f"the snapshot could not be copied to another node: {str(error).splitlines()[-1]}"
                 self._fence.trip(cause)
                 raise Fenced(cause) from error
-            self._pending = None
-            self.cost_s += time.monotonic() - started
+            self._copying = None
+            self.cost_s = copy_s + time.monotonic() - copied
         return time.monotonic() - started
+
+    def close(self) -> None:
+        """Let a copy that has begun come to its end: it may be what the next generation starts from."""
+        self._thread.shutdown()
