@@ -20,11 +20,16 @@ def parse_size(text: str) -> int:
 
 
 class ProtectionConfig(BaseModel):
-    """The memory tier: how often the state is copied, and how many node losses it must survive."""
+    """The memory tier: how often the state is copied, and how many losses it must survive."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    survive: int = Field(1, ge=0, le=1, description="node losses that memory alone must survive")
+    survive: int = Field(
+        1, ge=0, le=4, description="losses of failure domains that memory must survive; cut to what the cluster has"
+    )
+    scheme: Literal["auto", "replica", "parity"] = Field(
+        "auto", description="copies, erasure codes (less memory, slower to read), or codes where copies do not fit"
+    )
     snapshot_every: int | Literal["auto"] = Field(
         1, description="steps between snapshots; auto keeps the cost under 2 %"
     )

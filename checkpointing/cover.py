@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from checkpointing.boxes import describe, uncovered
+from checkpointing.decoded import guards
 from checkpointing.holding import Holding
 from checkpointing.schema import Piece, Schema
 
@@ -59,24 +60,34 @@ def newest_complete(schema: Schema, holdings: Iterable[Holding]) -> tuple[int, i
     raise StateLost(describe_missing(max(by_step)[0], newest_missing), newest_missing)
 
 
+def tolerance(schema: Schema, holdings: Sequence[Holding], domains: Mapping[str, str]) -> int:
+    """How many failure domains can be lost without losing the state that these holdings (of one state) are, whichever
+    they are; -1 when it is not whole. ``domains``: node -> domain.
+    """
+    survives = {piece: guard.tolerance(domains) for piece, guard in guards(holdings).items()}
+    return next(
+        (
+            number
+            for number in sorted(set(survives.values()), reverse=True)
+            if not missing_boxes(schema, (piece for piece, most in survives.items() if most >= number))
+        ),
+        -1,
+    )
+
+
 def may_replace_others(
     schema: Schema, holdings: Iterable[Holding], state: tuple[int, int], domains: Mapping[str, str]
 ) -> bool:
     """Whether the memory of all other states may be used again once one goes on from ``state`` (generation, step).
 
-    It may when the state is held in two failure domains, or else when no other is: a snapshot is listed before its copy
-    is there, and the one before it, held twice, is what a further loss would leave. ``domains``: node -> domain.
+    It may when the state survives another loss, or else when no other does: a snapshot is listed before its copies are
+    there, and the one before it, which has them, is what a further loss would leave. ``domains``: node -> domain.
     """
-    where: dict[tuple[int, int], dict[Piece, set[str]]] = defaultdict(lambda: defaultdict(set))
+    by_state: dict[tuple[int, int], list[Holding]] = defaultdict(list)
     for holding in holdings:
-        for record in holding.snapshot.records:
-            of = where[holding.snapshot.generation, holding.snapshot.step]
-            of[record.piece].add(domains.get(holding.node, holding.node))
-
-    def held_twice(boxes: Mapping[Piece, set[str]]) -> bool:
-        return not missing_boxes(schema, (piece for piece, of in boxes.items() if len(of) > 1))
-
-    return held_twice(where[state]) or not any(held_twice(boxes) for other, boxes in where.items() if other != state)
+        by_state[holding.snapshot.generation, holding.snapshot.step].append(holding)
+    others = (of for other, of in by_state.items() if other != state)
+    return tolerance(schema, by_state[state], domains) > 0 or all(tolerance(schema, of, domains) < 1 for of in others)
 
 
 def held_boxes(holdings: Iterable[Holding]) -> Iterator[Piece]:

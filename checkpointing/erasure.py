@@ -40,12 +40,14 @@ def encode(data: Sequence[np.ndarray], parity: Sequence[np.ndarray]) -> None:
     _multiply(len(data), len(parity))(_parity_matrix(len(data), len(parity)), data, parity, False)
 
 
-def accumulate(k: int, m: int, index: int, data: np.ndarray, parity: Sequence[np.ndarray]) -> None:
-    """Add data shard ``index`` of ``k`` to its ``m`` parity shards, in place; they start as zeros.
+def accumulate(
+    k: int, m: int, index: int, data: np.ndarray, parity: Sequence[np.ndarray], rows: slice = slice(None)
+) -> None:
+    """Add data shard ``index`` of ``k`` to parity shards, in place; they start as zeros.
 
-    Adding it once more takes it out again. Raises as ``check_code``.
+    ``rows``: which of the code's ``m`` they are. Adding it once more takes it out again. Raises as ``check_code``.
     """
-    _multiply(k, m)(_parity_matrix(k, m)[:, index : index + 1], [data], parity, True)
+    _multiply(k, m)(_parity_matrix(k, m)[rows, index : index + 1], [data], parity, True)
 
 
 def decode(k: int, m: int, available: Mapping[int, np.ndarray], wanted: Sequence[int]) -> list[np.ndarray]:

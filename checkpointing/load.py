@@ -120,7 +120,7 @@ class KeeperReads:
             staged = 0
             for wave in waves(wanted[node], self._wave_nbytes):
                 parts = [entry for move in wave for entry in move.parts]
-                data, digests = self._read(node, [ReadRequest(p.holding.key, p.record, p.box) for _, p in parts])
+                data, digests = self._read(node, [ReadRequest.of(p.holding, p.record, p.box) for _, p in parts])
                 deliver(parts, data, digests)
                 staged = max(staged, data.nbytes)
             return staged

@@ -52,6 +52,7 @@ class OpenHolding:
                 if mapped is not None and mapped.address == holding.locator:
                     return cls(holding, mapped.slot(holding.slot), mapped.marks(holding.slot))
                 return cls(holding, *map_slot(holding.locator, holding.slot))
+            assert isinstance(holding.locator, str), f"{holding} must be asked for from its keeper"
             is_far = holding.tier == "s3"
             data = RangedFile(holding.locator) if is_far else np.memmap(holding.locator, np.uint8, mode="r")
             return cls(holding, data, np.empty(0, np.uint8))

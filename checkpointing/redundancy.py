@@ -1,21 +1,285 @@
-"""What of a state is redundant already, and what needs a copy elsewhere. Pure logic."""
+"""What of a state is redundant already, and what is sent where so that it survives a number of losses. Pure logic.
+
+A loss is that of a failure domain. Data-parallel replicas hold equal pieces, and the vote makes their states equal, so
+one in another domain is as good as a copy (*natural*). What is still missing is sent to keepers: whole (*replica*), or
+as shards of erasure codes (*parity*). Copies and codes stay inside groups of domains that share no member: of two
+random losses, fewer fall into one group than would meet on a ring.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from checkpointing.schema import Piece
 
+Scheme = Literal["natural", "replica", "parity"]
+WIDEST = 8  # domains that a code spans: a wider one costs less memory, but reads more peers and fails harder
 
-def unreplicated(held: Sequence[Sequence[Piece]], domains: Sequence[str]) -> tuple[frozenset[Piece], ...]:
-    """For each rank, those of its pieces that no rank in another failure domain holds as well.
+_Sends = list[list["Send"]]
+_Owned = list[list[tuple[Piece, frozenset[str]]]]  # by rank: a piece that it must send on, and the domains that have it
 
-    ``held[rank]`` are a rank's pieces, ``domains[rank]`` the failure domain that it runs in. Data-parallel replicas
-    hold equal boxes, and the vote makes their states equal, so such a replica is as good as a copy.
+
+@dataclass(frozen=True)
+class Code:
+    """An erasure code. Shard ``i`` (data first, then parity) is on ``nodes[i]``, each in another failure domain.
+
+    number  of the code, in its generation
+    ranks   whose snapshot each shard of data is cut from; None for one that is all zeros
+    nbytes  of the longest shard
     """
-    holders = defaultdict(set)
-    for pieces, domain in zip(held, domains, strict=True):
+
+    number: int
+    nodes: tuple[str, ...]
+    ranks: tuple[int | None, ...]
+    nbytes: int
+
+    @property
+    def num_data(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_parity(self) -> int:
+        return len(self.nodes) - len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Send:
+    """What a rank's keeper sends on after each snapshot: ``pieces``, to each of ``nodes``.
+
+    As a copy; or, where there is a ``code``, as its shard ``index``, ``nodes`` being those of the parity.
+    """
+
+    nodes: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    code: Code | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Where some pieces are. They are lost with all of ``primaries`` and ``copies``, unless ``needed`` shards are left.
+
+    All are nodes. ``shards`` are those of a code that the pieces belong to, without shards of zeros.
+    """
+
+    primaries: tuple[str, ...]
+    copies: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+    needed: int = 0
+
+    def source(self, lost: Iterable[str]) -> Literal["primary", "copy", "parity"] | None:
+        """Where the pieces come from when the nodes ``lost`` are gone; None when they are lost too."""
+        gone = set(lost)
+        if not gone.issuperset(self.primaries):
+            return "primary"
+        if not gone.issuperset(self.copies):
+            return "copy"
+        return "parity" if self.shards and len(set(self.shards) - gone) >= self.needed else None
+
+    def tolerance(self, domains: Mapping[str, str]) -> int:
+        """How many failure domains can be lost, whichever they are; -1 when the pieces are lost already."""
+        whole = {domains.get(node, node) for node in (*self.primaries, *self.copies)}
+        shards = {domains.get(node, node) for node in self.shards}
+        spare = len(shards) - self.needed if shards else -1
+        # All that hold the pieces whole must go, and of the code one more than it can spare, which may be the same.
+        return len(whole) + max(0, spare + 1 - len(whole & shards)) - 1
+
+
+@dataclass(frozen=True)
+class Protection:
+    """``sends[rank]`` share no piece. ``survives`` losses are survived, whichever they are, as ``guards`` have it."""
+
+    sends: tuple[tuple[Send, ...], ...]
+    guards: tuple[Guard, ...]
+    scheme: Scheme
+    survives: int
+
+
+def protect(
+    held: Sequence[Sequence[Piece]],
+    nodes: Sequence[str],
+    domains: Mapping[str, str],
+    nbytes_of: Callable[[Piece], int],
+    survive: int,
+    scheme: Literal["auto", "replica", "parity"] = "auto",
+    memory: Mapping[str, int] | None = None,
+    widest: int = WIDEST,
+) -> Protection:
+    """The protection of ranks that hold the pieces ``held[rank]`` on ``nodes[rank]`` against ``survive`` losses.
+
+    ``domains``: node -> failure domain, of all nodes with a keeper. ``survive`` is cut to one less than there are
+    domains, and parity to copies where a code could have one shard of data only. ``nbytes_of`` a piece: bytes it takes
+    in a slot. ``auto``: copies, unless with them some node's arenas outgrow its ``memory`` (bytes).
+    """
+    there = _Domains(domains)
+    survive = min(survive, len(there.names) - 1)
+    where = [domains[node] for node in nodes]
+    holders: dict[Piece, list[int]] = defaultdict(list)
+    for rank, pieces in enumerate(held):
         for piece in pieces:
-            holders[piece].add(domain)
-    return tuple(frozenset(piece for piece in pieces if len(holders[piece]) == 1) for pieces in held)
+            holders[piece].append(rank)
+    owned = _owners(holders, where, survive, nbytes_of)
+    sends: _Sends = _copies(owned, nodes, where, there, survive)
+    used: Scheme = "replica" if any(sends) else "natural"
+    wanted = scheme == "parity" or (scheme == "auto" and not _fits(memory or {}, held, nodes, sends, nbytes_of))
+    if used == "replica" and wanted and len(there.names) >= survive + 2:
+        used, sends = "parity", _codes(owned, nodes, where, there, survive, nbytes_of, widest)
+    guards = _guards(holders, nodes, sends)
+    survives = min((guard.tolerance(domains) for guard in guards), default=0)
+    return Protection(tuple(map(tuple, sends)), guards, used, survives)
+
+
+class _Domains:
+    """Failure domains and their nodes, in the order of placement."""
+
+    def __init__(self, domains: Mapping[str, str]) -> None:
+        self.nodes: dict[str, list[str]] = defaultdict(list)
+        for node, domain in domains.items():
+            self.nodes[domain].append(node)
+        self.names = list(self.nodes)
+
+    def groups(self, number: int) -> list[list[str]]:
+        """The domains in ``number`` groups of neighbours, as equal as can be."""
+        cuts = [index * len(self.names) // number for index in range(number + 1)]
+        return [self.names[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    def node(self, domain: str, index: int) -> str:
+        return self.nodes[domain][index % len(self.nodes[domain])]
+
+
+def _owners(
+    holders: Mapping[Piece, Sequence[int]], where: Sequence[str], survive: int, nbytes_of: Callable[[Piece], int]
+) -> _Owned:
+    """What too few domains hold, dealt to the ranks that hold it so that each sends about as much."""
+    owned: _Owned = [[] for _ in where]
+    load = [0] * len(where)
+    for piece, ranks in holders.items():
+        there = frozenset(where[rank] for rank in ranks)
+        if len(there) <= survive:
+            owner = min(ranks, key=lambda rank: (load[rank], rank))
+            load[owner] += nbytes_of(piece)
+            owned[owner].append((piece, there))
+    return owned
+
+
+def _copies(owned: _Owned, nodes: Sequence[str], where: Sequence[str], there: _Domains, survive: int) -> _Sends:
+    """To the domains that follow in the own group (of as many as hold a piece then); outside of it only if need be."""
+    following: dict[str, list[str]] = {}
+    for group in there.groups(max(1, len(there.names) // (survive + 1))):
+        for index, domain in enumerate(group):
+            near = [*group[index + 1 :], *group[:index]]
+            following[domain] = [*near, *(name for name in there.names if name not in group)]
+    sends: _Sends = []
+    for rank, pieces in enumerate(owned):
+        seat = there.nodes[where[rank]].index(nodes[rank])
+        by_target: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
+        for piece, having in pieces:
+            free = [domain for domain in following[where[rank]] if domain not in having]
+            by_target[tuple(there.node(domain, seat) for domain in free[: survive + 1 - len(having)])].append(piece)
+        sends.append([Send(target, tuple(chosen)) for target, chosen in by_target.items()])
+    return sends
+
+
+def _codes(
+    owned: _Owned,
+    nodes: Sequence[str],
+    where: Sequence[str],
+    there: _Domains,
+    survive: int,
+    nbytes_of: Callable[[Piece], int],
+    widest: int,
+) -> _Sends:
+    """Every group of g domains has g codes for each rank that its domains have; each domain is a place in all of them.
+
+    Code c has its shards at the places c, c+1, ... around the group, the last ``survive`` of them parity. So a rank's
+    pieces are dealt to k = g - survive codes, and a place holds the parity of as many codes as losses are survived. A
+    piece lies in one shard whole: its digest proves the shard as it arrives, and a decode reads its range alone.
+    """
+    sends: _Sends = [[] for _ in where]
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, domain in enumerate(where):
+        ranks_of[domain].append(rank)
+    num_groups = min(math.ceil(len(there.names) / widest), len(there.names) // (survive + 2))
+    number = 0
+    for group in there.groups(num_groups):
+        width, num_data = len(group), len(group) - survive
+        for column in range(max(len(ranks_of[domain]) for domain in group)):
+            ranks = [next(iter(ranks_of[domain][column : column + 1]), None) for domain in group]
+            places = [
+                there.node(domain, column) if rank is None else nodes[rank]
+                for domain, rank in zip(group, ranks, strict=True)
+            ]
+            longest = [0] * width
+            shards: dict[tuple[int, int], tuple[int, list[Piece]]] = {}
+            for place, rank in ((place, rank) for place, rank in enumerate(ranks) if rank is not None):
+                # Long shards into codes that have a long one already, so that less of them is padding.
+                mine = sorted(((place - index) % width for index in range(num_data)), key=lambda c: (-longest[c], c))
+                for code, (nbytes, chosen) in zip(mine, _deal(owned[rank], num_data, nbytes_of), strict=True):
+                    if chosen:
+                        shards[code, (place - code) % width] = rank, chosen
+                        longest[code] = max(longest[code], nbytes)
+            for c in range(width):
+                around = tuple(places[(c + index) % width] for index in range(width))
+                having = tuple(shards[c, index][0] if (c, index) in shards else None for index in range(num_data))
+                code_ = Code(number, around, having, longest[c])
+                for index, owner in enumerate(having):
+                    if owner is not None:
+                        sends[owner].append(Send(around[num_data:], tuple(shards[c, index][1]), code_, index))
+                number += longest[c] > 0
+    return sends
+
+
+def _deal(
+    owned: Sequence[tuple[Piece, frozenset[str]]], number: int, nbytes_of: Callable[[Piece], int]
+) -> list[tuple[int, list[Piece]]]:
+    """(bytes, pieces) of ``number`` parts, about equal, the largest first: every piece goes where there is least."""
+    loads, parts = [0] * number, [list[Piece]() for _ in range(number)]
+    for piece in sorted((piece for piece, _ in owned), key=lambda piece: (-nbytes_of(piece), piece)):
+        least = loads.index(min(loads))
+        loads[least] += nbytes_of(piece)
+        parts[least].append(piece)
+    return sorted(zip(loads, parts, strict=True), key=lambda part: -part[0])
+
+
+def _fits(
+    memory: Mapping[str, int],
+    held: Sequence[Sequence[Piece]],
+    nodes: Sequence[str],
+    sends: Sequence[Sequence[Send]],
+    nbytes_of: Callable[[Piece], int],
+) -> bool:
+    """Whether two slots of every snapshot and copy go into each node's ``memory``; a node without a figure has room."""
+    needed: dict[str, int] = defaultdict(int)
+    for node, pieces, sent in zip(nodes, held, sends, strict=True):
+        needed[node] += 2 * sum(map(nbytes_of, pieces))
+        for send in sent:
+            for target in send.nodes:
+                needed[target] += 2 * sum(map(nbytes_of, send.pieces))
+    return all(nbytes <= memory.get(node, nbytes) for node, nbytes in needed.items())
+
+
+def _guards(
+    holders: Mapping[Piece, Sequence[int]], nodes: Sequence[str], sends: Sequence[Sequence[Send]]
+) -> tuple[Guard, ...]:
+    sent = {piece: send for of_rank in sends for send in of_rank for piece in send.pieces}
+    found: dict[Guard, None] = {}
+    for piece, ranks in holders.items():
+        primaries = tuple(dict.fromkeys(nodes[rank] for rank in ranks))
+        send = sent.get(piece)
+        if send is None:
+            found[Guard(primaries)] = None
+        elif send.code is None:
+            found[Guard(primaries, send.nodes)] = None
+        else:
+            found[code_guard(primaries, send.code)] = None
+    return tuple(found)
+
+
+def code_guard(primaries: tuple[str, ...], code: Code) -> Guard:
+    """Of pieces that are in a shard of ``code`` and whole on ``primaries``."""
+    data = [node for node, rank in zip(code.nodes, code.ranks, strict=False) if rank is not None]
+    return Guard(primaries, (), (*data, *code.nodes[code.num_data :]), len(data))

@@ -12,15 +12,16 @@ from checkpointing.holding import Holding
 from checkpointing.schema import Piece, Schema
 from checkpointing.snapshot import Record
 
-_PREFERENCE = ("pin", "primary", "copy")
+_PREFERENCE = ("pin", "primary", "copy", "decoded")
 
 
 def plan_shares(schema: Schema, holdings: Sequence[Holding]) -> dict[str, tuple[Share, ...]]:
     """Per node what its keeper writes, from memory holdings of one step.
 
-    Pins come before primaries, and those before copies. Every node with a holding is in the result, perhaps with
-    nothing to write, since ``Keeper.write_durable`` also drops the pins. A node's n-th box of a tensor goes into its
-    n-th file, because a safetensors file has one tensor per name. Raises StateLost when a box is missing.
+    Pins come before primaries, those before copies, and what must be decoded comes last. Every node with a holding is
+    in the result, perhaps with nothing to write, since ``Keeper.write_durable`` also drops the pins. A node's n-th box
+    of a tensor goes into its n-th file, because a safetensors file has one tensor per name. Raises StateLost when a box
+    is missing.
     """
     missing = missing_boxes(schema, held_boxes(holdings))
     if missing:

@@ -66,7 +66,7 @@ def digest_of(data: np.ndarray) -> str:
 
 def snapshot_nbytes(state: Mapping[Piece, np.ndarray]) -> int:
     """Bytes that ``write_snapshot`` needs for ``state``."""
-    return sum(_aligned(array.nbytes) for array in state.values())
+    return sum(aligned(array.nbytes) for array in state.values())
 
 
 def write_snapshot(buffer: np.ndarray, state: Mapping[Piece, np.ndarray]) -> tuple[Record, ...]:
@@ -82,9 +82,10 @@ def write_snapshot(buffer: np.ndarray, state: Mapping[Piece, np.ndarray]) -> tup
         target = buffer[start : start + array.nbytes]
         target.view(array.dtype).reshape(array.shape)[...] = array
         records.append(Record(piece, array.dtype.name, start, array.nbytes, digest_of(target)))
-        start += _aligned(array.nbytes)
+        start += aligned(array.nbytes)
     return tuple(records)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """What ``nbytes`` bytes take in a slot."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -21,7 +21,7 @@ from checkpointing.snapshot import Record
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size: a piece without a name
 Held = tuple[Holding, Record]
 
-_ROLES = ("primary", "pin", "copy")
+_ROLES = ("primary", "pin", "copy", "decoded")
 
 
 class Common(NamedTuple):

@@ -176,4 +176,5 @@ class _Target(NamedTuple):
     def near(self, name: str, box: Box, source: Source) -> Held | None:
         """The holder that the destination can read by itself."""
         held = self.own.get(Piece(name, *box)) if self.own else None
-        return held or source.memory.get(self.node)
+        held = held or source.memory.get(self.node)
+        return held if held is None or held[0].role != "decoded" else None  # only its keeper can work it out

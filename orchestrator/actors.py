@@ -9,11 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 
-from checkpointing.keeper import Keeper
+from checkpointing.holding import HoldingKey
+from checkpointing.keeper import Call, Keeper
+from checkpointing.node_memory import available_memory
+from checkpointing.parity import Span
 from orchestrator.environment import code_digest
 from pipelines.reader import Reader
 from workers.rendezvous import Spaces
@@ -44,18 +50,23 @@ class Lease:
         """What to do before the process ends."""
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=0, concurrency_groups={"shards": 4})
 class KeeperActor(Keeper, Lease):
     """A node's keeper. It reserves the node's devices for the workers beside it."""
 
     def __init__(self, node: str, grace_s: float) -> None:
-        Keeper.__init__(self, node, _call_hold)
+        Keeper.__init__(self, node, _call)
         self._spaces = Spaces()
         self.start_lease(grace_s)
 
-    def device_ids(self) -> list[int]:
-        """Accelerator ids that Ray gave to this node's bundle; empty on a CPU node."""
-        return [int(index) for index in ray.get_gpu_ids()]
+    @ray.method(concurrency_group="shards")
+    def read_shard(self, key: HoldingKey, shard: Span, spans: Sequence[Span]) -> tuple[np.ndarray, str]:
+        """On threads of its own, since the keepers that ask wait for it on theirs."""
+        return Keeper.read_shard(self, key, shard, spans)
+
+    def resources(self) -> tuple[list[int], int]:
+        """Accelerator ids that Ray gave to this node's bundle (none on a CPU node), and bytes of memory left."""
+        return [int(index) for index in ray.get_gpu_ids()], available_memory()
 
     def sees(self, path: str) -> bool:
         """Whether this node sees the file ``path``."""
@@ -71,8 +82,20 @@ class KeeperActor(Keeper, Lease):
             ray.util.remove_placement_group(group)
 
 
-def _call_hold(buddy: Any, *args: Any) -> None:
-    ray.get(buddy.hold.remote(*args))
+def _call(calls: Sequence[Call]) -> list[Any]:
+    """Bytes that go to several keepers are put among Ray's objects once. An error is the one that was raised there."""
+    stored: dict[int, Any] = {}
+    times = Counter(id(arg) for _, _, args in calls for arg in args if isinstance(arg, np.ndarray))
+
+    def sent(arg: Any) -> Any:
+        if times[id(arg)] > 1:
+            return stored.get(id(arg)) or stored.setdefault(id(arg), ray.put(arg))
+        return arg
+
+    try:
+        return ray.get([getattr(keeper, method).remote(*map(sent, args)) for keeper, method, args in calls])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
 
 
 @ray.remote(max_restarts=0)

@@ -172,7 +172,8 @@ class Controller:
             is_possible=self._is_possible,
             workers=workers,
             domains=self._nodes.domains,
-            survive=self._config.protection.survive,
+            protection=self._config.protection,
+            memory=self._nodes.arena_memory,
             previous=self._plan,
         )
 
@@ -233,8 +234,7 @@ class Controller:
                 node=member.node,
                 keepers=keepers,
                 keeper=keepers[member.node],
-                buddy=keepers[member.buddy] if member.buddy else None,
-                copied=upcoming.copied[rank],
+                sends=upcoming.sends[rank],
                 readers=self._readers.preference(member.node),
                 step=source.step,
                 spared=(source.generation, source.step) if source.replaces else None,

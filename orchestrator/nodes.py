@@ -47,6 +47,7 @@ class Node:
     group: PlacementGroup
     keeper: Any = None
     device_ids: list[int] = field(default_factory=list)
+    memory: int = 0  # bytes that were left when the keeper started
     starting: Any = None
     workers: dict[str, WorkerHandle] = field(default_factory=dict)
     standbys: dict[str, WorkerHandle] = field(default_factory=dict)
@@ -83,6 +84,11 @@ class Nodes:
     def domains(self) -> dict[str, str]:
         """Failure domain of each node whose keeper is up."""
         return {node.name: node.ray_node.domain for node in self if node.keeper is not None and node.starting is None}
+
+    @property
+    def arena_memory(self) -> dict[str, int]:
+        """Bytes that arenas may take on each of these nodes: half of what was left; workers need the rest."""
+        return {name: self._nodes[name].memory // 2 for name in self.domains}
 
     def ready_workers(self) -> dict[str, WorkerHandle]:
         """Workers that can play a rank now, by id, in placement order (node by node)."""
@@ -135,7 +141,7 @@ class Nodes:
             **_placed(group, f"keeper-{node.name}"),
             max_concurrency=_KEEPER_THREADS,
         ).remote(node.name, self._grace_s)
-        node.starting = node.keeper.device_ids.remote()
+        node.starting = node.keeper.resources.remote()
         self._nodes[node.name] = node
         if "GPU" not in self.per_worker:
             self._fill(node)  # a CPU worker need not wait to be told its device
@@ -178,7 +184,7 @@ class Nodes:
         for node in list(self):
             if node.starting is not None and ray.wait([node.starting], timeout=0)[0]:
                 try:
-                    node.device_ids = ray.get(node.starting)
+                    node.device_ids, node.memory = ray.get(node.starting)
                     node.starting = None
                     self._fill(node)
                 except ray.exceptions.RayError as error:

@@ -74,22 +74,6 @@ def assign(
     return tuple(ranks)
 
 
-def buddies(domains: Mapping[str, str]) -> dict[str, str | None]:
-    """For each node the node that keeps its copies: the next one in another failure domain, None when there is none."""
-    nodes = list(domains)
-    return {
-        node: next(
-            (
-                other
-                for other in (nodes[(index + step) % len(nodes)] for step in range(1, len(nodes)))
-                if domains[other] != domains[node]
-            ),
-            None,
-        )
-        for index, node in enumerate(nodes)
-    }
-
-
 @dataclass
 class FailurePolicy:
     """Ends a job that cannot go on: too many failures, or the same one again and again without a step forward."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
+
+from checkpointing.boxes import volume
+from checkpointing.config import ProtectionConfig
 from checkpointing.holding import HoldingKey
 from checkpointing.layout import Layout
-from checkpointing.redundancy import unreplicated
+from checkpointing.redundancy import Send, protect
 from checkpointing.schema import Piece, Schema, ShardMap
+from checkpointing.snapshot import aligned
 from checkpointing.transfer import Destination, Holding, TransferPlan, plan_transfer
-from orchestrator.policies import assign, buddies, choose_layout
+from orchestrator.policies import assign, choose_layout
 from workers.plan import Member, Plan
 
 
@@ -44,10 +49,10 @@ class Source:
 
 @dataclass(frozen=True)
 class NextGeneration:
-    """``copied[rank]``: the pieces of a rank that its buddy keeps a copy of, because no replica elsewhere does."""
+    """``sends[rank]``: what the rank's keeper sends on to others, because too few replicas elsewhere have it."""
 
     plan: Plan
-    copied: tuple[frozenset[Piece], ...]
+    sends: tuple[tuple[Send, ...], ...]
     transfer: TransferPlan | None
     source: Source
 
@@ -61,20 +66,18 @@ def plan_generation(
     is_possible: Callable[[Layout], bool],
     workers: Mapping[str, str],
     domains: Mapping[str, str],
-    survive: int,
+    protection: ProtectionConfig,
+    memory: Mapping[str, int],
     previous: Plan | None,
 ) -> NextGeneration | None:
     """The next generation on ``workers`` (id -> node), or None when no layout fits so few.
 
-    ``domains`` maps every node with a living keeper to its failure domain; copies go to another domain.
+    ``domains`` maps every node with a living keeper to its failure domain, ``memory`` to bytes that arenas may take.
     """
 
     def members_of(layout: Layout) -> tuple[Member, ...]:
         before = (previous.layout, previous.members) if previous else None
-        copies = buddies(domains) if survive else {}
-        return tuple(
-            Member(worker, workers[worker], copies.get(workers[worker])) for worker in assign(layout, workers, before)
-        )
+        return tuple(Member(worker, workers[worker]) for worker in assign(layout, workers, before))
 
     own = _own_holdings(source, previous)
 
@@ -97,19 +100,34 @@ def plan_generation(
         return None
     members = members_of(layout)
     shards = ShardMap(schema, layout)
-    held = [shards.pieces(rank) for rank in range(layout.size)]
-    single = unreplicated(held, [domains[member.node] for member in members])
+    protected = protect(
+        [shards.pieces(rank) for rank in range(layout.size)],
+        [member.node for member in members],
+        domains,
+        slot_nbytes(schema),
+        protection.survive,
+        protection.scheme,
+        memory,
+    )
     playing = {member.worker for member in members}
+    buddies = [tuple(dict.fromkeys(node for send in sends for node in send.nodes)) for sends in protected.sends]
     plan = Plan(
         generation=generation,
         layout=layout,
-        members=members,
+        members=tuple(replace(member, buddies=nodes) for member, nodes in zip(members, buddies, strict=True)),
         spares=tuple(worker for worker in workers if worker not in playing),
         step=source.step,
-        survives=int(all(member.buddy or not alone for member, alone in zip(members, single, strict=True))),
+        survives=protected.survives,
+        scheme=protected.scheme,
+        guards=protected.guards,
     )
-    copied = tuple(alone if member.buddy else frozenset[Piece]() for member, alone in zip(members, single, strict=True))
-    return NextGeneration(plan, copied, transfer_to(layout) if source.holdings else None, source)
+    return NextGeneration(plan, protected.sends, transfer_to(layout) if source.holdings else None, source)
+
+
+def slot_nbytes(schema: Schema) -> Callable[[Piece], int]:
+    """How many bytes a piece takes in a slot."""
+    itemsizes = {spec.name: np.dtype(spec.stored_as).itemsize for spec in schema.tensors}
+    return lambda piece: aligned(volume(piece) * itemsizes[piece.name])
 
 
 def _own_holdings(source: Source, previous: Plan | None) -> dict[str, HoldingKey]:

@@ -12,6 +12,7 @@ import ray
 from checkpointing.checks import violations
 from checkpointing.config import CheckpointConfig, parse_size
 from checkpointing.cover import StateLost
+from checkpointing.decoded import with_decoded
 from checkpointing.durable import commit
 from checkpointing.holding import Holding, HoldingUnusable
 from checkpointing.publish import begin, give_up, list_checkpoints, step_of, sweep
@@ -104,7 +105,7 @@ class Saver:
         return checkpoint
 
     def _write(self, schema: Schema, keepers: dict, holdings: Sequence[Holding], generation: int, step: int) -> str:
-        state = [h for h in holdings if (h.snapshot.generation, h.snapshot.step) == (generation, step)]
+        state = [h for h in with_decoded(holdings) if (h.snapshot.generation, h.snapshot.step) == (generation, step)]
         wrong = [found for found in violations(schema, state) if found.kind != "missing"]  # else no attempt
         for violation in wrong[:_NAMED]:
             self._ledger.event("state_inconsistent", step=step, cause=str(violation))

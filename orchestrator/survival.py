@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from checkpointing.cover import StateLost, may_replace_others, newest_complete
+from checkpointing.decoded import with_decoded
 from checkpointing.durable import checkpoint_holdings, newest_verified
 from checkpointing.schema import Schema
 from checkpointing.transfer import Holding
@@ -39,7 +40,7 @@ class Survival:
 
     def is_complete(self, holdings: Sequence[Holding]) -> bool:
         try:
-            newest_complete(self._schema, holdings)
+            newest_complete(self._schema, with_decoded(holdings))
         except StateLost:
             return False
         return True
@@ -53,7 +54,8 @@ class Survival:
 
     def newest(self, holdings: Sequence[Holding], made: int) -> Source:
         """The source to go on from, when ``made`` steps are committed. Raises StateLost when there is none."""
-        usable = [holding for holding in holdings if holding.key not in self._unusable]
+        trusted = [holding for holding in holdings if holding.key not in self._unusable]
+        usable = [holding for holding in with_decoded(trusted) if holding.key not in self._unusable]
         try:
             state = newest_complete(self._schema, usable)
         except StateLost as lost:
@@ -64,7 +66,7 @@ class Survival:
             if made == 0:
                 return Source.fresh()
             raise
-        replaces = may_replace_others(self._schema, usable, state, self._nodes.domains)
+        replaces = may_replace_others(self._schema, trusted, state, self._nodes.domains)
         return Source.of([h for h in usable if (h.snapshot.generation, h.snapshot.step) == state], "memory", replaces)
 
     def _durable(self) -> Source | None:

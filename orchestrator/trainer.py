@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpointing.erasure import check_code
 from checkpointing.layout import Layout
 from orchestrator.callbacks import Callbacks, RunContext
 from orchestrator.cluster import connect, lasting_path, living_nodes
@@ -82,6 +83,8 @@ class ElasticTrainer:
         corpus = Corpus.open(config.data.text)
         if config.training.eval_every:
             corpus.require_held_out(config.data.eval_fraction)
+        if config.protection.scheme != "replica" and config.protection.survive:
+            check_code(2, config.protection.survive)
         model = self._resolve_model()
         preferred, is_possible = _layouts(config, model)
         try:

@@ -6,25 +6,30 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpointing.layout import Layout
-from checkpointing.schema import Piece, Schema
+from checkpointing.redundancy import Guard, Scheme, Send
+from checkpointing.schema import Schema
 from checkpointing.transfer import Fetch
 from workers.program import Program
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of the generation's mesh: the worker that plays it, its node, and the node that keeps its copy."""
+    """One rank of the generation's mesh: the worker that plays it, and its node.
+
+    ``buddies``: the nodes that have copies of what only it holds, or parity.
+    """
 
     worker: str
     node: str
-    buddy: str | None
+    buddies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
     """Who does what in one generation. ``members[rank]`` plays ``rank`` of ``layout``, starting after ``step``.
 
-    ``survives``: how many failure domains can be lost at once without losing state that is in memory.
+    ``survives``: how many failure domains can be lost at once without losing state that is in memory, by ``scheme``, as
+    ``guards`` have it: where there is what.
     """
 
     generation: int
@@ -33,6 +38,8 @@ class Plan:
     spares: tuple[str, ...]
     step: int
     survives: int
+    scheme: Scheme = "natural"
+    guards: tuple[Guard, ...] = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -51,8 +58,7 @@ class Order:
     rendezvous  the keeper whose rendezvous this generation uses
     keepers     node -> keeper handle, for the pieces that lie on other nodes
     keeper      the keeper of the worker's own node
-    buddy       the keeper that holds this rank's copy, or None
-    copied      the pieces that the buddy holds a copy of; replicas in other failure domains hold the others
+    sends       what the keeper sends on of every snapshot; replicas in other failure domains hold the rest
     readers     reader handles in this worker's order of preference
     spared      (generation, step) of the source: what other states lie in may be written over; None: nothing may
     cursor      position in the global data order of the first step to run
@@ -70,8 +76,7 @@ class Order:
     node: str
     keepers: dict[str, Any]
     keeper: Any
-    buddy: Any | None
-    copied: frozenset[Piece]
+    sends: tuple[Send, ...]
     readers: tuple[Any, ...]
     step: int
     spared: tuple[int, int] | None

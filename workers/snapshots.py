@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from checkpointing.arena import Arena, ArenaAddress
+from checkpointing.keeper import Sending
 from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
 from workers.calls import wait_for
 from workers.fence import Fence, Fenced
@@ -51,11 +52,12 @@ class Snapshots:
 
     def __init__(self, order: Order, state: HostState, fence: Fence, memory: MappedArena) -> None:
         self._order, self._state, self._fence = order, state, fence
-        # What needs a copy comes first, so that the copy is one run of bytes.
-        self._arrays = dict(sorted(state.arrays.items(), key=lambda held: held[0] not in order.copied))
+        # What is sent on comes first, so that all that goes to one keeper is one run of bytes.
+        first = [piece for send in order.sends for piece in send.pieces]
+        self._arrays = {piece: state.arrays[piece] for piece in dict.fromkeys([*first, *state.arrays])}
         nbytes = snapshot_nbytes(self._arrays)
         opening = order.keeper.open_arena.remote(
-            order.generation, order.rank, nbytes, order.buddy, memory.address, order.spared
+            order.generation, order.rank, nbytes, _sendings(order), memory.address, order.spared
         )
         address, self._next_slot = wait_for(opening, fence)
         self._arena = memory.map(address)
@@ -82,7 +84,7 @@ class Snapshots:
             records = write_snapshot(buffer, self._arrays)
         order = self._order
         snapshot = Snapshot(order.generation, step, order.rank, str(order.layout), records, meta)
-        pending = order.keeper.protect.remote(snapshot, slot, len(order.copied), durable)
+        pending = order.keeper.protect.remote(snapshot, slot, durable)
         return pending, time.monotonic() - started
 
     def wait_held(self) -> float:
@@ -107,3 +109,17 @@ class Snapshots:
     def close(self) -> None:
         """Let a copy that has begun come to its end: it may be what the next generation starts from."""
         self._thread.shutdown()
+
+
+def _sendings(order: Order) -> tuple[Sending, ...]:
+    """What the keeper is to send on, with the keepers in place of their nodes."""
+    return tuple(
+        Sending(
+            tuple(order.keepers[node] for node in send.nodes),
+            len(send.pieces),
+            send.code,
+            send.index,
+            {node: order.keepers[node] for node in send.code.nodes} if send.code else {},
+        )
+        for send in order.sends
+    )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from checkpointing import durable
 from checkpointing.arena import Arena
+from checkpointing.boxes import volume
 from checkpointing.holding import Holding, ReadRequest
-from checkpointing.keeper import Keeper
+from checkpointing.keeper import Call, Keeper, Sending
 from checkpointing.layout import Layout
 from checkpointing.load import KeeperReads, load_state
 from checkpointing.publish import begin
+from checkpointing.redundancy import Send
 from checkpointing.schema import Piece, Schema, TensorSpec, pieces
 from checkpointing.shares import plan_shares
-from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
+from checkpointing.snapshot import Snapshot, aligned, snapshot_nbytes, write_snapshot
 from checkpointing.transfer import Destination, TransferPlan
 
 STORED_AS = {"bfloat16": "uint16"}
@@ -53,7 +56,7 @@ class Nodes:
 
     def __init__(self, names: Sequence[str], copies: bool = True) -> None:
         self.names = names
-        self.keepers = {name: Keeper(name, self._call_hold) for name in names}
+        self.keepers = {name: Keeper(name, call_here) for name in names}
         self._copies = copies and len(names) > 1
         self.held: list[tuple[str, Piece]] = []  # (node, box), kept apart from the keepers' own tables
         self.arenas: dict[int, Arena] = {}
@@ -67,17 +70,22 @@ class Nodes:
         generation: int = 1,
         step: int = 1,
         durable: bool = False,
+        sends: Sequence[Sequence[Send]] | None = None,
     ) -> None:
-        """What the workers of one generation do at the end of one step."""
+        """What the workers of one generation do at the end of one step. ``sends``: by default all, to the next node."""
         for rank, node in enumerate(placement):
-            state = {piece: cut(reference, piece) for piece in pieces(schema, layout, rank)}
-            buddy = self._next(node) if self._copies else None
-            address, _ = self.keepers[node].open_arena(generation, rank, snapshot_nbytes(state), buddy)
+            mine = pieces(schema, layout, rank)
+            buddy = self._next(node) if self._copies and sends is None else None
+            sent = sends[rank] if sends else [Send((buddy,), mine)] if buddy and mine else []
+            first = [piece for send in sent for piece in send.pieces]
+            state = {piece: cut(reference, piece) for piece in dict.fromkeys([*first, *mine])}
+            sendings = [self._sending(send) for send in sent]
+            address, _ = self.keepers[node].open_arena(generation, rank, snapshot_nbytes(state), sendings)
             arena, slot = Arena.attach(address), step % 2
             with arena.writing(slot) as buffer:
                 records = write_snapshot(buffer, state)
             snapshot = Snapshot(generation, step, rank, str(layout), records, {"cursor": [0, step]})
-            self.keepers[node].protect(snapshot, slot, len(snapshot.records), durable)
+            self.keepers[node].protect(snapshot, slot, durable)
             self.arenas[rank] = arena
             self.held += [(where, piece) for piece in state for where in (node, buddy) if where is not None]
 
@@ -101,8 +109,18 @@ class Nodes:
     def _next(self, node: str) -> str:
         return self.names[(self.names.index(node) + 1) % len(self.names)]
 
-    def _call_hold(self, buddy: str, snapshot: Snapshot, slot: int, data: np.ndarray, may_replace: bool) -> None:
-        self.keepers[buddy].hold(snapshot, slot, data.copy(), may_replace)
+    def _sending(self, send: Send) -> Sending:
+        keepers = tuple(self.keepers[node] for node in send.nodes)
+        peers = {node: self.keepers[node] for node in send.code.nodes} if send.code else {}
+        return Sending(keepers, len(send.pieces), send.code, send.index, peers)
+
+
+def call_here(calls: Sequence[Call]) -> list[Any]:
+    """What actors do, one after the other; arrays are copied as on the way to another process."""
+    return [
+        getattr(keeper, method)(*(arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args))
+        for keeper, method, args in calls
+    ]
 
 
 def save_checkpoint(
@@ -129,3 +147,9 @@ def save_checkpoint(
         return checkpoint
     finally:
         nodes.close()
+
+
+def record_nbytes(schema: Schema) -> Callable[[Piece], int]:
+    """Bytes that a piece takes in a slot."""
+    itemsizes = {spec.name: np.dtype(spec.stored_as).itemsize for spec in schema.tensors}
+    return lambda piece: aligned(volume(piece) * itemsizes[piece.name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,14 +12,15 @@ import numpy as np
 import pytest
 
 from checkpointing.arena import Arena
+from checkpointing.arenas import StaleGeneration
 from checkpointing.cover import newest_complete
 from checkpointing.holding import DigestMismatch, Holding, HoldingGone, ReadRequest
-from checkpointing.keeper import Keeper, StaleGeneration
+from checkpointing.keeper import Call, Keeper, Sending
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema, TensorSpec, pieces
 from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
 from checkpointing.transfer import Destination, plan_transfer
-from tests.checkpointing.node_keepers import TINY, Nodes, random_reference
+from tests.checkpointing.node_keepers import TINY, Nodes, call_here, random_reference
 
 LAYOUT = Layout.parse("dp2·tp2")
 WHOLE = pieces(TINY, Layout(), 0)
@@ -75,13 +77,14 @@ def test_a_bit_flipped_on_the_way_is_found_by_the_receiver(nodes: Nodes) -> None
 
 
 def test_a_copy_that_arrives_damaged_is_refused_and_not_listed() -> None:
-    def call_hold(buddy: Keeper, snapshot: Snapshot, slot: int, data: np.ndarray, may_replace: bool) -> None:
+    def tear(calls: Sequence[Call]) -> list[None]:
+        ((keeper, method, (snapshot, part, slot, data, may_replace)),) = calls
         torn = data.copy()
         torn[0] ^= 1
-        buddy.hold(snapshot, slot, torn, may_replace)
+        return [getattr(keeper, method)(snapshot, part, slot, torn, may_replace)]
 
-    buddy = Keeper("buddy", call_hold)
-    keeper = Keeper("node", call_hold)
+    buddy = Keeper("buddy", tear)
+    keeper = Keeper("node", tear)
     with pytest.raises(DigestMismatch, match="copy of rank 0 sent to node buddy"):
         protect_once(keeper, 1, 1, buddy)
     assert buddy.inventory() == []
@@ -98,24 +101,30 @@ def protect_once(
 ) -> Arena:
     reference = random_reference(TINY, step)
     state = {piece: reference[piece.name] for piece in WHOLE}
-    address, _ = keeper.open_arena(generation, 0, snapshot_nbytes(state), buddy, None, spared)
+    sendings = [to(buddy)] if buddy else []
+    address, _ = keeper.open_arena(generation, 0, snapshot_nbytes(state), sendings, None, spared)
     arena = Arena.attach(address)
     with arena.writing(step % 2) as buffer:
         records = write_snapshot(buffer, state)
-    keeper.protect(Snapshot(generation, step, 0, "1", records, {}), step % 2, len(records), durable)
+    keeper.protect(Snapshot(generation, step, 0, "1", records, {}), step % 2, durable)
     return arena
 
 
+def to(buddy: Keeper) -> Sending:
+    """All that ``protect_once`` writes."""
+    return Sending((buddy,), len(WHOLE), None, 0, {})
+
+
 def test_an_old_generation_can_neither_open_nor_protect_nor_hold() -> None:
-    keeper = Keeper("node", lambda *_: None)
+    keeper = Keeper("node", call_here)
     protect_once(keeper, generation=3, step=1)
     snapshot = keeper.inventory()[0].snapshot
     keeper.fence(4)
     keeper.fence(2)  # never backwards
     for call in (
-        lambda: keeper.open_arena(3, 1, 64, None),
-        lambda: keeper.protect(snapshot, 1, 0),
-        lambda: keeper.hold(snapshot, 1, np.zeros(snapshot.nbytes, np.uint8), False),
+        lambda: keeper.open_arena(3, 1, 64),
+        lambda: keeper.protect(snapshot, 1),
+        lambda: keeper.hold(snapshot, 0, 1, np.zeros(snapshot.nbytes, np.uint8), False),
     ):
         with pytest.raises(StaleGeneration, match="is at generation 4 and refuses generation 3"):
             call()
@@ -127,19 +136,19 @@ def test_an_old_generation_can_neither_open_nor_protect_nor_hold() -> None:
 
 
 def test_the_process_that_wrote_an_arena_goes_on_in_it_and_spares_the_slot_that_others_read() -> None:
-    buddy = Keeper("buddy", lambda *_: None)
-    keeper = Keeper("node", lambda other, *args: other.hold(*args))
+    buddy = Keeper("buddy", call_here)
+    keeper = Keeper("node", call_here)
     for step in (4, 5):
         first = protect_once(keeper, 1, step, buddy)
     source = {holding.role: holding for holding in keeper.inventory() + buddy.inventory() if holding.snapshot.step == 5}
     keeper.fence(2)
     buddy.fence(2)
     snapshot = source["primary"].snapshot
-    address, slot = keeper.open_arena(2, 0, first.address.nbytes, buddy, first.address, (1, 5))
+    address, slot = keeper.open_arena(2, 0, first.address.nbytes, [to(buddy)], first.address, (1, 5))
     assert (address, slot) == (first.address, 0), "step 5 of generation 1 lies in slot 1"
     with first.writing(slot) as buffer:
         buffer[:] = first.slot(1)
-    keeper.protect(replace(snapshot, generation=2), slot, len(snapshot.records))
+    keeper.protect(replace(snapshot, generation=2), slot)
     for owner in (keeper, buddy):
         held = {(h.snapshot.generation, h.snapshot.step, h.slot) for h in owner.inventory()}
         assert held == {(1, 5, 1), (2, 5, 0)}, "the source is still there, the step before it has made room"
@@ -151,48 +160,48 @@ def test_the_process_that_wrote_an_arena_goes_on_in_it_and_spares_the_slot_that_
 
 
 def test_another_process_and_a_source_that_is_held_once_get_an_arena_of_their_own() -> None:
-    keeper = Keeper("node", lambda *_: None)
+    keeper = Keeper("node", call_here)
     first = protect_once(keeper, 1, 5)
     nbytes = first.address.nbytes
-    assert keeper.open_arena(4, 0, nbytes, None, first.address, None)[0] != first.address
-    assert keeper.open_arena(2, 0, nbytes, None)[0] != first.address
-    assert keeper.open_arena(3, 0, nbytes + 64, None, first.address, (1, 5))[0] != first.address
+    assert keeper.open_arena(4, 0, nbytes, (), first.address, None)[0] != first.address
+    assert keeper.open_arena(2, 0, nbytes)[0] != first.address
+    assert keeper.open_arena(3, 0, nbytes + 64, (), first.address, (1, 5))[0] != first.address
 
 
 def test_a_copy_that_comes_too_late_cannot_touch_the_arena_of_a_later_generation() -> None:
-    buddy = Keeper("buddy", lambda *_: None)
-    keeper = Keeper("node", lambda other, *args: other.hold(*args))
+    buddy = Keeper("buddy", call_here)
+    keeper = Keeper("node", call_here)
     arena = protect_once(keeper, 1, 4, buddy)
     late = keeper.inventory()[0].snapshot
     protect_once(keeper, 2, 6, buddy, spared=(1, 5))
     before = {h.snapshot.step for h in buddy.inventory()}
     buddy.fence(2)
     with pytest.raises(StaleGeneration):
-        buddy.hold(late, 0, arena.slot(0)[: late.nbytes], True)
+        buddy.hold(late, 0, 0, arena.slot(0)[: late.nbytes], True)
     assert {h.snapshot.step for h in buddy.inventory()} == before == {6}
 
 
 def test_a_generation_fenced_while_its_copy_arrives_is_not_listed() -> None:
-    source, buddy = Keeper("node", lambda *_: None), Keeper("buddy", lambda *_: None)
+    source, buddy = Keeper("node", call_here), Keeper("buddy", call_here)
     arena = protect_once(source, 1, 1)
     snapshot = source.inventory()[0].snapshot
 
     data = arena.slot(1)[: snapshot.nbytes]
-    original = buddy._open
+    original = buddy._arenas.open
 
     def open_then_fence(*args):
         kept = original(*args)
         buddy.fence(2)
         return kept
 
-    buddy._open = open_then_fence
+    buddy._arenas.open = open_then_fence
     with pytest.raises(StaleGeneration):
-        buddy.hold(snapshot, 1, data, False)
+        buddy.hold(snapshot, 0, 1, data, False)
     assert buddy.inventory() == []
 
 
 def test_a_slot_that_is_rewritten_is_not_listed_and_not_served() -> None:
-    keeper = Keeper("node", lambda *_: None)
+    keeper = Keeper("node", call_here)
     protect_once(keeper, 1, 1)
     arena = protect_once(keeper, 1, 2)
     old = next(h for h in keeper.inventory() if h.snapshot.step == 1)
@@ -209,7 +218,7 @@ def test_a_slot_that_is_rewritten_is_not_listed_and_not_served() -> None:
 
 
 def test_pins_outlive_the_slots_and_only_the_newest_stays() -> None:
-    keeper = Keeper("node", lambda *_: None)
+    keeper = Keeper("node", call_here)
     for step in range(1, 5):
         protect_once(keeper, 1, step, durable=step in (1, 2))
     assert [(h.role, h.snapshot.step) for h in keeper.inventory()] == [("pin", 2), ("primary", 4), ("primary", 3)]

@@ -128,7 +128,7 @@ class Drive:
 
     @property
     def members(self) -> list[Line]:
-        """Rank -> {"worker", "node", "buddy"} in the newest plan."""
+        """Rank -> {"worker", "node", "buddies"} in the newest plan."""
         return self.folder.read_plans()[max(self.folder.read_plans())]["members"]
 
     def pids(self, generation: int | None = None) -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 import ray
 
 from checkpointing.arena import Arena
+from checkpointing.keeper import Sending
 from checkpointing.layout import Layout
 from checkpointing.live import stored_as
 from checkpointing.load import KeeperReads, Moved, load_state
@@ -99,10 +100,12 @@ class Mover:
         return arrays, views
 
     def _protect(self, generation: int, layout: Layout, rank: int, views: dict[Piece, np.ndarray]) -> None:
-        opening = self._keeper.open_arena.remote(generation, rank, snapshot_nbytes(views), self._buddy)
+        opening = self._keeper.open_arena.remote(
+            generation, rank, snapshot_nbytes(views), [Sending((self._buddy,), len(views), None, 0, {})]
+        )
         arena = Arena.attach(ray.get(opening)[0])
         with arena.writing(0) as buffer:
             records = write_snapshot(buffer, views)
         snapshot = Snapshot(generation, generation, rank, str(layout), records, {})
-        ray.get(self._keeper.protect.remote(snapshot, 0, len(records)))
+        ray.get(self._keeper.protect.remote(snapshot, 0))
         arena.close()

@@ -107,6 +107,7 @@ def _changed(job: JobConfig, key: str) -> JobConfig:
         "[0.5, 0.6]",
         "fp64",
         "gpipe",
+        "parity",
         "abc",
         "true",
         "{a: b}",

@@ -75,7 +75,7 @@ def test_a_keeper_then_two_losses_at_once_then_an_owner_with_its_copy(
             return  # until the workers that died have been replaced
         else:
             owner = drive.members[0]
-            kill(drive.node_processes(owner["node"]) + drive.node_processes(owner["buddy"]))
+            kill(drive.node_processes(owner["node"]) + drive.node_processes(owner["buddies"][0]))
         blow, since = next(blows, "none"), 0
 
     second: list[int] = []
@@ -110,7 +110,7 @@ def test_what_is_lost_for_good_is_said(folder: Path, cluster: LocalCluster) -> N
     def on_step(line: Line) -> None:
         if line["step"] == 5:  # and never again: there is nothing left to go on from
             owner = drive.members[0]
-            kill(drive.node_processes(owner["node"]) + drive.node_processes(owner["buddy"]))
+            kill(drive.node_processes(owner["node"]) + drive.node_processes(owner["buddies"][0]))
 
     end = drive.run(on_step)
     assert "the state of step" in str(end.error) and "is lost: nobody holds embedding.weight" in str(end.error)

@@ -1,4 +1,4 @@
-"""Decisions as pure functions: which layout, who plays which rank, where copies go, and when a job ends."""
+"""Decisions as pure functions: which layout, who plays which rank, and when a job ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.layout import Layout
-from orchestrator.policies import End, FailurePolicy, Go, assign, buddies, choose_layout, layouts_of_size
+from orchestrator.policies import End, FailurePolicy, Go, assign, choose_layout, layouts_of_size
 from workers.plan import Member
 
 
@@ -55,7 +55,7 @@ def test_auto_takes_most_workers_then_fewest_bytes_then_low_tp_and_pp(num_worker
 
 
 def members(workers: Mapping[str, str]) -> tuple[Member, ...]:
-    return tuple(Member(worker, node, None) for worker, node in workers.items())
+    return tuple(Member(worker, node) for worker, node in workers.items())
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.data())
@@ -82,21 +82,6 @@ def test_under_another_layout_ranks_follow_the_placement() -> None:
     workers = {"a/0": "a", "a/1": "a", "b/0": "b"}
     before = (Layout(dp=3), members({"b/0": "b", "a/1": "a", "a/0": "a"}))
     assert assign(Layout(dp=2), workers, before) == assign(Layout(dp=2), workers, None) == ("a/0", "a/1")
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_copies_go_to_the_next_other_domain(racks: list[int]) -> None:
-    domains = {f"n{index}": f"rack-{rack}" for index, rack in enumerate(racks)}
-    for node, copy in buddies(domains).items():
-        if copy is None:
-            assert set(domains.values()) == {domains[node]}
-        else:
-            assert domains[copy] != domains[node]
-
-
-def test_with_a_domain_each_every_node_keeps_one_copy() -> None:
-    assert buddies({"a": "a", "b": "b", "c": "c"}) == {"a": "b", "b": "c", "c": "a"}
-    assert buddies({"a": "a"}) == {"a": None}
 
 
 def test_equal_failures_end_a_job_unless_a_step_comes_between() -> None:

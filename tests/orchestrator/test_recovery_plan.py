@@ -6,6 +6,7 @@ import pytest
 
 from checkpointing.arena import ArenaAddress
 from checkpointing.boxes import volume
+from checkpointing.config import ProtectionConfig
 from checkpointing.holding import Holding
 from checkpointing.layout import Layout
 from checkpointing.schema import Schema, TensorSpec, pieces
@@ -35,10 +36,14 @@ def holdings(upcoming: NextGeneration, step: int, lost: tuple[str, ...] = ()) ->
             records.append(Record(piece, "float32", start, volume(piece) * 4, "digest"))
             start += volume(piece) * 4
         meta = {"cursor": [0, step, 0], "tokens": 100 * step}
-        copied = [record for record in records if record.piece in upcoming.copied[rank]]
-        for node, role, held in ((member.node, "primary", records), (member.buddy, "copy", copied)):
+        copies = [
+            (node, "copy", [record for record in records if record.piece in send.pieces])
+            for send in upcoming.sends[rank]
+            for node in send.nodes
+        ]
+        for node, role, held in ((member.node, "primary", records), *copies):
             snapshot = Snapshot(plan.generation, step, rank, str(plan.layout), tuple(held), meta)
-            if node is not None and node not in lost and held:
+            if node not in lost:
                 found.append(Holding(snapshot, step % 2, node, role, "memory", ArenaAddress(0, (), 0, "")))
     return found
 
@@ -59,7 +64,8 @@ def plan_on(
         is_possible=lambda layout: 12 % layout.tp == 0 and layout.pp <= NUM_LAYERS,
         workers=names,
         domains=domains or {node: node for node in names.values()},
-        survive=survive,
+        protection=ProtectionConfig(survive=survive),
+        memory={},
         previous=previous,
     )
 
@@ -68,7 +74,7 @@ def test_the_first_plan_moves_nothing_and_protects_everyone() -> None:
     first = plan_on(workers(4), preferred="dp2·tp2·pp2")
     assert first is not None and first.transfer is None and first.source.tier == "init"
     assert first.plan.survives == 1 and first.plan.spares == ()
-    assert all(member.buddy not in (None, member.node) for member in first.plan.members)
+    assert all(member.buddies and member.node not in member.buddies for member in first.plan.members)
     # Tensor-parallel peers (neighbours in rank) sit on one node.
     nodes = [member.node for member in first.plan.members]
     assert nodes[::2] == nodes[1::2]
@@ -79,15 +85,16 @@ def test_with_one_node_or_without_protection_nothing_is_survived_and_the_plan_sa
     unprotected = plan_on(workers(4), preferred="dp2·tp2·pp2", survive=0)
     for upcoming in (alone, unprotected):
         assert upcoming is not None and upcoming.plan.survives == 0
-        assert {member.buddy for member in upcoming.plan.members} == {None}
+        assert {member.buddies for member in upcoming.plan.members} == {()}
 
 
 def test_replicas_on_other_nodes_need_no_copy_and_replicas_on_the_same_node_do() -> None:
     spread = plan_on(workers(4), preferred="r2·dp4", survive=0)
     together = plan_on(workers(4), preferred="r2")
-    assert spread is not None and spread.plan.survives == 1 and not any(spread.copied)
+    assert spread is not None and spread.plan.survives == 1 and not any(spread.sends)
     assert together is not None and together.plan.survives == 1
-    assert [len(copied) for copied in together.copied] == [NUM_LAYERS] * 2
+    sent = [piece for sends in together.sends for send in sends for piece in send.pieces]
+    assert len(sent) == NUM_LAYERS and all(together.sends), "each sends a part, once"
 
 
 def test_too_few_workers_for_any_layout_is_no_plan() -> None:
@@ -107,7 +114,7 @@ def test_after_any_lost_node_the_state_comes_from_memory_and_no_byte_moves_twice
     assert upcoming is not None and upcoming.transfer is not None
     plan, transfer = upcoming.plan, upcoming.transfer
     assert plan.step == 7 and plan.generation == 2 and plan.survives == 1
-    assert lost not in {member.node for member in plan.members} | {member.buddy for member in plan.members}
+    assert lost not in {node for member in plan.members for node in (member.node, *member.buddies)}
     assert transfer.tier == "memory" and transfer.bytes_moved == transfer.bytes_lower_bound
     for rank, member in enumerate(plan.members):
         fetched = transfer.fetches[rank]
