@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import loss_parallel
 
-from checkpointing.layout import AXES, Layout
+from checkpointing.layout import Layout
 from checkpointing.schema import Piece, pieces
-from workers.config import DecoderConfig, OptimizerConfig, TrainingConfig
 from workers.models.spec import derive_seed, describe, model_spec, stored_dtype, token_loss
 from workers.optimizer import build_optimizer, learning_rate, materialise
-from workers.parallelize import forget_meshes, parallelize
+from workers.parallelize import forget_meshes, go_on, make_mesh, parallelize
 from workers.program import Program
 
 
@@ -63,30 +59,34 @@ class Verdict:
 class Engine:
     """Model, optimizer and schedule of one rank of a layout, over the default process group of ``layout.size`` ranks.
 
-    Memory is allocated but undefined until ``initialize()`` or until the tensors of ``local_state()`` are written. An
-    engine belongs to one generation: after a failure it is dropped and a new one is built over the new groups.
+    Memory is allocated but undefined until ``initialize()`` or until the tensors of ``local_state()`` are written. When
+    the groups' generation is over, however it ended, the engine may ``rejoin`` another one as the same rank.
+    ``check`` is called at every part of a forward pass; what it raises ends the step.
     """
 
     def __init__(self, program: Program, layout: Layout, rank: int, device: torch.device) -> None:
         assert dist.get_world_size() == layout.size and dist.get_rank() == rank
         self.schema = describe(program)
-        self._program, self._layout, self._rank, self._device = program, layout, rank, device
+        self.layout, self.rank = layout, rank
+        self.check: Callable[[], None] = lambda: None
+        self._program, self._device = program, device
         self._at = layout.coordinates(rank)
         self._first, self._last = self._at.pp == 0, self._at.pp == layout.pp - 1
         self._spec = model_spec(program)
         self._compute = torch.bfloat16 if program.training.precision == "bf16" else stored_dtype(program)
         forget_meshes()
-        mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
-        self._pp_group = mesh.get_group("pp")
+        self._mesh = make_mesh(device, layout)
 
         layers = layout.stage_layers(self._at.pp, self._spec.num_layers)
         module = self._spec.build(layers, self._first, self._last)
-        parallelize(module, self._spec, mesh, layout, self._compute)
+        parallelize(module, self._spec, self._mesh, layout, self._compute)
         if any(parameter.is_meta for parameter in module.parameters()):
             module.to_empty(device=device)
         else:
             module.to(device)
         assert isinstance(module, FSDPModule)
+        for unit in self._spec.fsdp_units(module):
+            unit.register_forward_pre_hook(lambda *_: self.check())
         self._module = module
         self._parameters = dict(module.named_parameters())
         # The optimizer works on plain local shards that share memory with the DTensors: no dispatch, same arithmetic.
@@ -96,6 +96,17 @@ class Engine:
         self._schedules: dict[int, ScheduleGPipe | Schedule1F1B] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
+    def rejoin(self) -> None:
+        """Go on as the same rank of the same layout over the default group of a new generation.
+
+        The state stays as it is; all else that an interrupted step has left is dropped. All ranks of the layout must
+        rejoin or be built at the same time.
+        """
+        assert dist.get_world_size() == self.layout.size and dist.get_rank() == self.rank
+        go_on(self._module, self._mesh, make_mesh(self._device, self.layout))
+        self._schedules.clear()
+        self._module.train()
+
     # State
 
     def local_state(self) -> dict[Piece, Tensor]:
@@ -103,10 +114,10 @@ class Engine:
         tensors: dict[str, Tensor] = {name: leaf.detach() for name, leaf in self._leaves.items()}
         for name, leaf in self._leaves.items():
             tensors.update({f"{state}/{name}": value for state, value in self._optimizer.state[leaf].items()})
-        held = {piece: tensors[piece.name] for piece in pieces(self.schema, self._layout, self._rank)}
+        held = {piece: tensors[piece.name] for piece in pieces(self.schema, self.layout, self.rank)}
         for piece, tensor in held.items():
-            assert tuple(tensor.shape) == piece.size and tensor.is_contiguous(), (self._layout, piece, tensor.shape)
-        assert sum(t.numel() for t in held.values()) == sum(t.numel() for t in tensors.values()), self._layout
+            assert tuple(tensor.shape) == piece.size and tensor.is_contiguous(), (self.layout, piece, tensor.shape)
+        assert sum(t.numel() for t in held.values()) == sum(t.numel() for t in tensors.values()), self.layout
         return held
 
     def initialize(self) -> None:
@@ -119,15 +130,19 @@ class Engine:
 
     # The step
 
+    @property
+    def _pp_group(self) -> dist.ProcessGroup | None:
+        return self._mesh.get_group("pp") if self.layout.pp > 1 else None
+
     def forward_backward(self, batch: RankBatch) -> None:
         """Gradients of the global loss of ``batch``. Random numbers (dropout) depend on seed, batch and data rank."""
-        data_rank = self._layout.data_rank(self._at)
+        data_rank = self.layout.data_rank(self._at)
         torch.manual_seed(derive_seed(self._program.training.seed, batch.cursor, data_rank))
         self._loss.zero_()
         for parameter in self._parameters.values():
             parameter.grad = None
         with self._loss_context():
-            if self._layout.pp > 1:
+            if self.layout.pp > 1:
                 self._run_pipeline(batch)
             else:
                 self._accumulate(batch)
@@ -169,13 +184,13 @@ class Engine:
             stage = PipelineStage(
                 self._module,
                 self._at.pp,
-                self._layout.pp,
+                self.layout.pp,
                 self._device,
                 input_args=tokens if self._first else hidden,
                 output_args=logits if self._last else hidden,
                 group=self._pp_group,
             )
-            one_each = self._program.training.schedule == "1f1b" and num_micro >= self._layout.pp
+            one_each = self._program.training.schedule == "1f1b" and num_micro >= self.layout.pp
             schedule = Schedule1F1B if one_each else ScheduleGPipe
             self._schedules[num_micro] = schedule(
                 stage,
@@ -262,7 +277,7 @@ class Engine:
         return loss.item()
 
     def _loss_context(self) -> AbstractContextManager[Any]:
-        return loss_parallel() if self._layout.tp > 1 else nullcontext()
+        return loss_parallel() if self.layout.tp > 1 else nullcontext()
 
     def _tensors(self, batch: RankBatch) -> tuple[Tensor, ...]:
         """Tokens, targets, positions and segments on the device, [num_micro * micro_rows, S] int64."""
@@ -271,21 +286,3 @@ class Engine:
 
     def _micro_batches(self, batch: RankBatch) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(t.split(self._program.training.micro_batch_rows) for t in self._tensors(batch)), strict=True)
-
-
-def warm_up(device: torch.device) -> None:
-    """Run a tiny model through all that a first step loads lazily. Needs a process without a default process group."""
-    model = DecoderConfig(dim=8, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=8)
-    program = Program(model, OptimizerConfig(), TrainingConfig(micro_batch_rows=1), vocab_size=8, seq_len=8)
-    rows = np.zeros((1, program.seq_len), np.int32)
-    batch = SimpleNamespace(tokens=rows, targets=rows, positions=rows, segments=rows, num_valid=rows.size, cursor=0)
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        engine = Engine(program, Layout(), 0, device)
-        engine.initialize()
-        engine.forward_backward(batch)
-        engine.apply(engine.vote(stop=False), 1)
-        engine._run_pipeline(batch)
-        engine.evaluate(batch)
-    finally:
-        dist.destroy_process_group()

@@ -4,7 +4,8 @@ Stock gloo leaves survivors of a killed peer waiting for its timeout, and its ``
 ours waits inside gloo for long: collectives look at the fence every 50 ms; sends, receives and connecting run in
 helper threads that may get stuck in our place. A trip also shuts the generation's TCP connections, so that the peers'
 operations fail and trip their own fences. So a death reaches all who wait for it, directly or through others, without
-a coordinator; only of a peer that is silent (stopped, cut off) every survivor must be told.
+a coordinator; ``watch_peers`` has it reach those who are busy computing as well. Only of a peer that is silent
+(stopped, cut off) every survivor must be told.
 
 What gloo still holds when a generation is dissolved is parked until gloo has given up, because destroying it blocks.
 """
@@ -25,57 +26,13 @@ from workers.callers import Callers
 from workers.device import Device
 from workers.fence import Fence, Fenced
 from workers.fenced_gloo import CollectiveWork, FencedGroup, PointToPointWork
+from workers.generation_store import GenerationStore
 from workers.rendezvous import MissingKeys, Rendezvous, RendezvousError, Space, gather
 
 BACKEND = "fenced"
 MANY_IN_FLIGHT = 64
 
 __all__ = ["BACKEND", "Fence", "Fenced", "Generation"]
-
-
-class _GenerationStore(dist.Store):
-    """torch's view of a ``Space``. ``generation`` lets the backend's creator, which gets only a store, find its way."""
-
-    def __init__(self, generation: Generation, space: Space, deadline: float) -> None:
-        super().__init__()
-        self.generation = generation
-        self.space = space
-        self._deadline = deadline
-        self._addresses: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self.space.set(key, value.encode() if isinstance(value, str) else bytes(value))
-
-    def get(self, key: str) -> bytes:
-        if not key.rpartition("/")[2].isdigit():
-            return self.space.wait([key], self._deadline)[0]
-        # Gloo asks for its peers' addresses ("…/0", "…/1", which never change) one by one, and twice.
-        if key not in self._addresses:
-            self._addresses.update(self.space.family(key, self._deadline))
-        return self._addresses[key]
-
-    def add(self, key: str, amount: int) -> int:
-        return self.space.add(key, amount)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return not self.space.look(keys)[1]
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        as_bytes = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
-        return self.space.compare_set(key, *as_bytes)
-
-    def delete_key(self, key: str) -> bool:
-        return self.space.delete(key)
-
-    def num_keys(self) -> int:
-        return self.space.num_keys()
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        missing = [key for key in keys if key not in self._addresses]
-        if len(missing) == 1 and missing[0].rpartition("/")[2].isdigit():
-            self.get(missing[0])
-        elif missing:
-            self.space.wait(missing, self._deadline if timeout is None else timeout.total_seconds())
 
 
 class Generation:
@@ -104,10 +61,11 @@ class Generation:
         self._deadline = deadline
         self._host = rendezvous.local_host
         # Held here because the backend's creator finds this Python object only while it is alive.
-        self._store = _GenerationStore(self, Space(rendezvous, scope, number, fence), deadline)
+        self._store = GenerationStore(self, Space(rendezvous, scope, number, fence), deadline)
         self._callers = Callers()
         self._groups: list[dist.ProcessGroupGloo] = []
         self._listeners: set[sockets.Address] = set()
+        self._watch: sockets.Watch | None = None
         self._lock = threading.Lock()
         self._in_flight: set[CollectiveWork] = set()  # keeps alive what gloo may still touch
 
@@ -154,8 +112,26 @@ class Generation:
             sys.excepthook = hook  # torch wraps it once more for every generation
         return generation
 
+    def watch_peers(self) -> None:
+        """From now on a peer that closes its connections trips the fence, also while this rank is busy elsewhere.
+
+        As a rule it has died. But who leaves in good order closes them too, so all ranks must call ``let_peers_go``
+        before the last operation that they take part in together.
+        """
+        if self._listeners:
+            self._watch = sockets.Watch(
+                self._listeners, lambda peer: self.fence.trip(f"{peer[0]}:{peer[1]} closed the connection")
+            )
+
+    def let_peers_go(self) -> None:
+        """End ``watch_peers``."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def dissolve(self) -> None:
         """Destroy all groups at once. Never blocks; what gloo still works on is parked until gloo has given up."""
+        self.let_peers_go()
         dist.destroy_process_group()
         self._park()
 
@@ -279,7 +255,7 @@ def _create(options: Any, _backend_options: Any) -> FencedGroup:
     origin = options.store
     while isinstance(origin, dist.PrefixStore):
         origin = origin.underlying_store
-    if not isinstance(origin, _GenerationStore):
+    if not isinstance(origin, GenerationStore):
         raise ValueError(f"the backend {BACKEND!r} makes groups only within Generation.form")
     members = list(options.global_ranks_in_group) or list(range(options.group_size))
     return origin.generation.make_group(options.store, options.group_id, options.group_rank, members)

@@ -15,12 +15,13 @@ from pipelines.batches import Cursor
 from pipelines.client import InputInterrupted, ReaderClient
 from workers.calls import RendezvousClient, wait_for
 from workers.device import Device
-from workers.engine import Engine, Verdict
+from workers.engine import Verdict
 from workers.fence import Fence, Fenced
 from workers.fenced_group import Generation
 from workers.host_state import HostState
+from workers.kept import Kept
 from workers.plan import Order, Outcome
-from workers.snapshots import MappedArena, Snapshots
+from workers.snapshots import Snapshots
 
 _REPORTS_KEPT = 256
 _SNAPSHOT_SHARE = 0.02  # of the step time that snapshots may cost under ``snapshot_every: auto``
@@ -57,13 +58,13 @@ class Control:
             self._changed.notify_all()
 
 
-def play(order: Order, device: Device, control: Control, memory: MappedArena) -> Outcome:
+def play(order: Order, device: Device, control: Control, kept: Kept) -> Outcome:
     """Play ``order``'s rank until the generation ends for this worker; a failure is an outcome, not an error.
 
-    ``memory`` outlives the generation: where this worker writes its snapshots.
+    ``kept`` outlives the generation.
     """
     print(f"rank {order.rank} of {order.layout}, generation {order.generation}, from step {order.step}", flush=True)
-    training = _Training(order, device, control, memory)
+    training = _Training(order, device, control, kept)
     try:
         return training.run()
     except (Fenced, InputInterrupted) as error:
@@ -80,8 +81,8 @@ def play(order: Order, device: Device, control: Control, memory: MappedArena) ->
 
 
 class _Training:
-    def __init__(self, order: Order, device: Device, control: Control, memory: MappedArena) -> None:
-        self.order, self.device, self.control, self.memory = order, device, control, memory
+    def __init__(self, order: Order, device: Device, control: Control, kept: Kept) -> None:
+        self.order, self.device, self.control, self.kept = order, device, control, kept
         self.step, self.cursor, self.tokens = order.step, Cursor.from_list(order.cursor), order.tokens
         self._closers: list[Callable[[], None]] = []
 
@@ -113,7 +114,7 @@ class _Training:
     def _regroup(self) -> None:
         order = self.order
         started = time.monotonic()
-        generation = Generation.form(
+        self.generation = Generation.form(
             RendezvousClient(order.rendezvous),
             number=order.generation,
             rank=order.rank,
@@ -122,8 +123,10 @@ class _Training:
             device=self.device,
             deadline=order.detect_bound_s,
         )
-        self._closers.append(generation.dissolve)
-        self.engine = Engine(order.program, order.layout, order.rank, self.device.torch)
+        self._closers.append(self.generation.dissolve)
+        self.generation.watch_peers()
+        self.engine = self.kept.engine_for(order, self.device.torch)
+        self.engine.check = self.control.fence.check
         self.control.report("regrouped", seconds=time.monotonic() - started)
 
     def _take_over(self) -> None:
@@ -131,17 +134,25 @@ class _Training:
         order, fence = self.order, self.control.fence
         started = time.monotonic()
         state = HostState(self.engine.local_state(), self.device)
-        if order.fetches is None:
-            self.engine.initialize()
-        else:
-            keepers = KeeperReads(lambda node, asked: wait_for(order.keepers[node].read.remote(asked), fence))
-            load_state(order.fetches, state.arrays, keepers, self.memory.arena)
-            state.push()
+        if order.spared is None or order.spared != self.kept.state:  # else this worker has that state already
+            self.kept.state = None
+            self._load(state)
+        if order.fetches is not None:
             self.engine.vote(stop=False)  # all have verified the source before anybody writes over what came before it
-        self.snapshots = Snapshots(order, state, fence, self.memory)
+        self.snapshots = Snapshots(order, state, fence, self.kept.arena)
         self._closers.append(self.snapshots.close)
         self.snapshots.take(self.step, self._meta(), durable=False)
+        self.kept.state = order.generation, self.step
         self.control.report("taken_over", seconds=time.monotonic() - started)
+
+    def _load(self, state: HostState) -> None:
+        order = self.order
+        if order.fetches is None:
+            self.engine.initialize()
+            return
+        keepers = KeeperReads(lambda node, asked: wait_for(order.keepers[node].read.remote(asked), self.control.fence))
+        load_state(order.fetches, state.arrays, keepers, self.kept.arena.arena)
+        state.push()
 
     def _loop(self) -> Outcome:
         """Steps: forward and backward, one vote, then the optimizer moves; the next vote commits the snapshot."""
@@ -154,8 +165,10 @@ class _Training:
             self.engine.forward_backward(batch)
             stall_s = self.snapshots.wait_held()
             verdict = self.engine.vote(control.stop.is_set(), self.snapshots.cost_s, step_s)
+            self.kept.state = None
             lr = self.engine.apply(verdict, self.step + 1)
             self.step += 1
+            self.kept.state = order.generation, self.step
             self.cursor = batch.next
             self.tokens += batch.num_valid
             finished = order.program.training.is_over(self.step, self.tokens)
@@ -177,6 +190,7 @@ class _Training:
                 self.snapshots.take(self.step, self._meta(), durable)
             if last:
                 stall_s += self.snapshots.wait_held()
+                self.generation.let_peers_go()
                 self.engine.vote(stop=True)  # nobody leaves before all hold the last snapshot
             control.report(
                 "step",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import stat
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 
 Address = tuple[str, int]  # host, port
 
@@ -31,19 +34,61 @@ def listening() -> set[Address]:
     }
 
 
+def connections(listeners: Collection[Address]) -> Iterator[tuple[socket.socket, Address]]:
+    """Every connection that was made to one of ``listeners``, from either end, and the address of its other end.
+
+    A listener has no peer and is left out. The socket is closed after its turn, gloo's own stays open.
+    """
+    for found in _tcp_sockets():
+        try:
+            own, other = found.getsockname()[:2], found.getpeername()[:2]
+        except OSError:  # not, or no longer, connected
+            continue
+        if own in listeners or other in listeners:
+            yield found, other
+
+
 def shut_connections(listeners: Collection[Address]) -> int:
     """Shut every connection that was made to one of ``listeners``, from either end. Returns how many.
 
-    The descriptors stay open: their owner sees the end of the stream and closes them.
+    The descriptors stay open: their owner sees the end of the stream and closes them. Listeners are left alone: gloo
+    ends the process when accepting fails.
     """
     num_shut = 0
-    for found in _tcp_sockets():
-        try:
-            # A listener has no peer and is left alone: gloo ends the process when accepting fails.
-            ends = {found.getpeername()[:2], found.getsockname()[:2]}
-            if not ends.isdisjoint(listeners):
-                found.shutdown(socket.SHUT_RDWR)
-                num_shut += 1
-        except OSError:  # not, or no longer, connected
-            continue
+    for found, _ in connections(listeners):
+        with contextlib.suppress(OSError):  # no longer connected
+            found.shutdown(socket.SHUT_RDWR)
+            num_shut += 1
     return num_shut
+
+
+class Watch:
+    """Tells, once, when the other end of one of the connections closes it: at once, though nobody reads from it.
+
+    ``closed`` is called on a thread of the watch with the address of the other end.
+    """
+
+    def __init__(self, listeners: Collection[Address], closed: Callable[[Address], None]) -> None:
+        # Descriptors of its own, and no `socket.dup`: that would make gloo's sockets, which do not wait, wait.
+        self._others = {os.dup(found.fileno()): other for found, other in connections(listeners)}
+        self._closed = closed
+        self._ended, self._end = socket.socketpair()
+        self._thread = threading.Thread(target=self._look, name="peers", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        poll = select.poll()
+        poll.register(self._ended, select.POLLIN)
+        for descriptor in self._others:
+            poll.register(descriptor, select.POLLRDHUP)
+        seen = [descriptor for descriptor, _ in poll.poll()]
+        if self._ended.fileno() not in seen:
+            self._closed(self._others[seen[0]])
+
+    def close(self) -> None:
+        """Look no more. A connection that gloo closes is closed only after this."""
+        self._end.close()
+        self._thread.join()
+        self._ended.close()
+        for descriptor in self._others:
+            os.close(descriptor)

@@ -17,11 +17,12 @@ from typing import Any
 
 from checkpointing.schema import Schema
 from workers.device import Device
-from workers.engine import describe, warm_up
+from workers.kept import Kept
+from workers.models.spec import describe
 from workers.plan import Order, Outcome
 from workers.program import Program
 from workers.run import Control, play
-from workers.snapshots import MappedArena
+from workers.warm_up import warm_up
 
 
 class Worker:
@@ -32,7 +33,7 @@ class Worker:
         self._lock = threading.Lock()
         self._fenced_below = 0
         self._control: Control | None = None
-        self._memory = MappedArena()
+        self._kept = Kept()
 
     def warm_up(self) -> dict[str, Any]:
         """Load what the first step would load, then say who this is: pid and device kind."""
@@ -55,16 +56,16 @@ class Worker:
             control = self._control = Control(order.generation)
         try:
             with _output_to(order.log):
-                return play(order, self._device, control, self._memory)
+                return play(order, self._device, control, self._kept)
         finally:
-            gc.collect()  # an engine is full of reference cycles, and the next one wants its memory
+            gc.collect()  # what an interrupted step has left is full of reference cycles
             control.finish()
 
     def rest(self) -> None:
         """This worker plays no rank in the next generation: let go of the memory of the last one."""
         with self._lock:
             if self._control is None or self._control.done.is_set():
-                self._memory.unmap()
+                self._kept.release()
 
     def fence(self, generation: int, cause: str) -> float:
         """End ``generation`` and all older ones here; returns at once with the time of day. Safe to call twice."""

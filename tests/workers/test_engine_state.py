@@ -26,9 +26,10 @@ from tests.workers.engine_ranks import (
     program,
     train,
 )
-from workers.engine import Engine, Verdict, describe, warm_up
+from workers.engine import Engine, Verdict, describe
 from workers.optimizer import learning_rate
 from workers.parallelize import forget_meshes
+from workers.warm_up import warm_up
 
 
 class OwnModule(nn.Module):
