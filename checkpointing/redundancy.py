@@ -71,6 +71,10 @@ class Guard:
     shards: tuple[str, ...] = ()
     needed: int = 0
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return (*self.primaries, *self.copies, *self.shards)
+
     def source(self, lost: Iterable[str]) -> Literal["primary", "copy", "parity"] | None:
         """Where the pieces come from when the nodes ``lost`` are gone; None when they are lost too."""
         gone = set(lost)

@@ -1,4 +1,4 @@
-"""``planaria checkpoint diff`` and ``reshard``: what works on checkpoints of any layouts, wherever they lie."""
+"""``planaria checkpoint diff`` and ``reshard``, which work on checkpoints of any layouts, and ``survive``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import asdict
 
 import click
 
-from orchestrator.cli_parts import as_json, fail, newest_checkpoint, print_json
+from orchestrator.cli_parts import as_json, fail, newest_checkpoint, open_run, print_json
 
 
 def add_tools(group: click.Group) -> None:
     """Put the commands into the group ``checkpoint``."""
     group.add_command(diff)
     group.add_command(reshard)
+    group.add_command(survive)
 
 
 @click.command(epilog="Example: planaria checkpoint diff runs/before@1200 runs/after@1200 --allclose 1e-5")
@@ -88,6 +89,29 @@ def reshard(src: str, dst: str, text: str, as_json: bool) -> int:
     else:
         click.echo(f"{made}: written under layout {layout} and verified")
     return 0
+
+
+@click.command(epilog="Example: planaria checkpoint survive runs/my-run --lose node-2,node-3")
+@click.argument("run")
+@click.option("--lose", required=True, metavar="NODES", help="Nodes as events.jsonl names them: node-2,node-3")
+@as_json
+def survive(run: str, lose: str, as_json: bool) -> int:
+    """Say which steps of RUN would survive losing NODES at once, and from where; exit code 1 when none would."""
+    from checkpointing.publish import step_of
+    from orchestrator.survivable import in_memory, on_storage
+
+    folder = open_run(run)
+    lost = tuple(name.strip() for name in lose.split(",") if name.strip())
+    memory = in_memory(folder, lost)
+    stored, damaged = on_storage(folder)
+    steps = [step for step in (memory.step if memory.survives else None, *map(step_of, stored)) if step is not None]
+    if as_json:
+        places = [{"step": step_of(location), "path": location} for location in stored]
+        print_json({"lost": lost, "memory": asdict(memory), "checkpoints": places, "damaged": damaged})
+    else:
+        lines = [str(memory), *damaged, *(f"step {step_of(place)} survives in {place}" for place in reversed(stored))]
+        click.echo("\n".join(lines) + ("" if steps else "\nno step would survive"))
+    return 0 if steps else 1
 
 
 def find_checkpoint(text: str) -> str:

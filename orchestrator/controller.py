@@ -192,6 +192,7 @@ class Controller:
 
     def _train(self, upcoming: NextGeneration) -> Ended:
         plan = self._plan = upcoming.plan
+        self._unprotected_since = time.time()
         self.generation = plan.generation
         self._pinned = None
         self._enter(State.RESHARDING)
@@ -259,6 +260,7 @@ class Controller:
                 # The first vote of a generation says that its first snapshot is held: older ones may go.
                 for node in self._nodes:
                     node.keeper.release.remote(upcoming.plan.generation)
+                self._protected(upcoming)
                 self._enter(State.TRAINING)
             self.step = report["step"]
             self._on_step(self._ledger.step(report, upcoming.plan))
@@ -266,6 +268,13 @@ class Controller:
                 self._saver.save_in_background(self._schema, self._nodes, *self._pinned)
             self._pinned = (upcoming.plan.generation, report["step"]) if report["durable"] else None
             self._recovered(upcoming)
+
+    def _protected(self, upcoming: NextGeneration) -> None:
+        """Its first snapshot is held as the plan has it, wherever it sends what: the state is as safe as it gets."""
+        incident, plan = self._ledger.open_incident, upcoming.plan
+        since = incident.since if incident is not None else self._unprotected_since
+        seconds = round(time.time() - since, 6)
+        self._ledger.event("protected", step=plan.step, survives=plan.survives, scheme=plan.scheme, seconds=seconds)
 
     def _recovered(self, upcoming: NextGeneration) -> None:
         incident, transfer = self._ledger.open_incident, upcoming.transfer
@@ -333,7 +342,7 @@ class Controller:
 
     def _newest(self, holdings: Sequence[Holding]) -> Source:
         try:
-            return self._survival.newest(holdings, self.step)
+            return self._survival.newest(holdings, self.step, self._plan)
         except StateLost as lost:
             raise JobFailed(
                 f"{lost}; there is no durable checkpoint to fall back to "

@@ -135,7 +135,7 @@ class Incident:
         self.steps_run_again = 0
         self._ledger = ledger
         self._cause = cause
-        self._since = since
+        self.since = since
         self._before = (plan.generation, str(plan.layout))
         self._nodes: tuple[str, ...] = ()
         self._workers: tuple[str, ...] = ()
@@ -197,13 +197,13 @@ class Incident:
         generation, layout = self._before
         line = {
             "cause": self._cause,
-            "since": self._since,
+            "since": self.since,
             "nodes": list(self._nodes),
             "workers": list(self._workers),
             "generation_before": generation,
             "layout_before": layout,
             "phases": {phase: round(seconds, 6) for phase, seconds in self._phases.items()},
-            "seconds": round(self._ledger.wall() - self._since, 6),
+            "seconds": round(self._ledger.wall() - self.since, 6),
             "steps_run_again": self.steps_run_again,
         }
         self._ledger._close(self, line | outcome)

@@ -28,7 +28,7 @@ def event_line(event: dict[str, Any]) -> str | None:
     match event["kind"]:
         case "plan":
             spares = f" ({len(event['spares'])} spare)" if event["spares"] else ""
-            survives = "any one node" if event["survives"] else "worker processes only: copies need a second node"
+            survives = _survives(event["survives"], event["asked"])
             return (
                 f"{event['layout']} on {len(event['members'])} workers{spares}; memory survives the loss of {survives}"
             )
@@ -57,6 +57,13 @@ def event_line(event: dict[str, Any]) -> str | None:
         case "checkpoint":
             return f"checkpoint of step {event['step']} written in {event['seconds']:.2f} s"
     return None
+
+
+def _survives(number: int, asked: int) -> str:
+    if number == 0:
+        return "worker processes only: copies need a second node"
+    nodes = "any one node" if number == 1 else f"any {number} nodes"
+    return f"{nodes} ({asked} asked for, which takes more failure domains)" if number < asked else nodes
 
 
 def _incident_line(event: dict[str, Any]) -> str:

@@ -118,6 +118,7 @@ def plan_generation(
         spares=tuple(worker for worker in workers if worker not in playing),
         step=source.step,
         survives=protected.survives,
+        asked=protection.survive,
         scheme=protected.scheme,
         guards=protected.guards,
     )

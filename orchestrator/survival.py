@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from checkpointing.cover import StateLost, may_replace_others, newest_complete
+from checkpointing.cover import StateLost, may_replace_others, newest_complete, tolerance
 from checkpointing.decoded import with_decoded
 from checkpointing.durable import checkpoint_holdings, newest_verified
 from checkpointing.schema import Schema
@@ -14,6 +14,7 @@ from orchestrator.generation import LAST_CALL_S, take_inventory
 from orchestrator.ledger import Ledger
 from orchestrator.nodes import Nodes
 from orchestrator.recovery import Source
+from workers.plan import Plan
 
 
 class Survival:
@@ -52,22 +53,36 @@ class Survival:
             holdings, _ = take_inventory(self._nodes, set(self._nodes.domains), LAST_CALL_S)
         return holdings
 
-    def newest(self, holdings: Sequence[Holding], made: int) -> Source:
-        """The source to go on from, when ``made`` steps are committed. Raises StateLost when there is none."""
+    def newest(self, holdings: Sequence[Holding], made: int, plan: Plan | None) -> Source:
+        """The source to go on from, when ``made`` steps are committed and ``plan`` was the last one.
+
+        Raises StateLost when there is none, which names what is lost and the nodes that it was on.
+        """
         trusted = [holding for holding in holdings if holding.key not in self._unusable]
         usable = [holding for holding in with_decoded(trusted) if holding.key not in self._unusable]
         try:
             state = newest_complete(self._schema, usable)
         except StateLost as lost:
+            cause = f"{lost}{self._where(plan)}"
             source = self._durable()
             if source is not None:
-                self._ledger.event("fallback", cause=str(lost), step=source.step)
+                self._ledger.event("fallback", cause=cause, step=source.step)
                 return source
             if made == 0:
                 return Source.fresh()
-            raise
+            raise StateLost(cause, lost.missing) from None
+        of_state = [h for h in trusted if (h.snapshot.generation, h.snapshot.step) == state]
+        left = tolerance(self._schema, of_state, self._nodes.domains)
+        self._ledger.event("exposed", step=state[1], survives=left)
         replaces = may_replace_others(self._schema, trusted, state, self._nodes.domains)
         return Source.of([h for h in usable if (h.snapshot.generation, h.snapshot.step) == state], "memory", replaces)
+
+    def _where(self, plan: Plan | None) -> str:
+        """Which nodes of those that are gone had what is lost, as the plan had it."""
+        gone = [node for node in plan.all_nodes if node not in self._nodes] if plan else []
+        lost = [guard for guard in plan.guards if guard.source(gone) is None] if plan else []
+        nodes = sorted({node for guard in lost for node in guard.nodes if node in gone})
+        return f"; it was on {', '.join(nodes)}" if nodes else ""
 
     def _durable(self) -> Source | None:
         checkpoint, problems = newest_verified(self._directory)

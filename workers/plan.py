@@ -29,7 +29,7 @@ class Plan:
     """Who does what in one generation. ``members[rank]`` plays ``rank`` of ``layout``, starting after ``step``.
 
     ``survives``: how many failure domains can be lost at once without losing state that is in memory, by ``scheme``, as
-    ``guards`` have it: where there is what.
+    ``guards`` have it: where there is what. ``asked``: how many the job would survive.
     """
 
     generation: int
@@ -38,6 +38,7 @@ class Plan:
     spares: tuple[str, ...]
     step: int
     survives: int
+    asked: int = 0
     scheme: Scheme = "natural"
     guards: tuple[Guard, ...] = ()
 
@@ -45,6 +46,11 @@ class Plan:
     def nodes(self) -> tuple[str, ...]:
         """Nodes that hold a member, in rank order, each once."""
         return tuple(dict.fromkeys(member.node for member in self.members))
+
+    @property
+    def all_nodes(self) -> tuple[str, ...]:
+        """Also those that only have copies or parity."""
+        return tuple(dict.fromkeys([*self.nodes, *(node for guard in self.guards for node in guard.nodes)]))
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "layout": str(self.layout)}

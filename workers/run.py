@@ -183,6 +183,7 @@ class _Training:
                 "lr": lr,
                 "finite": verdict.finite,
                 "batch_digest": batch.digest,
+                "held_step": self.snapshots.last_step,
                 **self._evaluate(),
             }
             step_s = time.monotonic() - started - stall_s

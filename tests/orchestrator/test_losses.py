@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.config import JobConfig
 from orchestrator.local_cluster import LocalCluster
+from orchestrator.survivable import InMemory, in_memory
 from pipelines.batches import BatchBuilder, Cursor
 from pipelines.corpus import Corpus
 from pipelines.tokenizer import train_or_load
@@ -100,6 +101,48 @@ def test_a_keeper_then_two_losses_at_once_then_an_owner_with_its_copy(
     assert fallback["step"] % 4 == 0 and "is lost: nobody holds" in fallback["cause"]
     again = [line for line in drive.all_metrics() if line["step"] == fallback["step"] + 1]
     assert len(again) == 2 and again[0]["batch_digest"] == again[1]["batch_digest"]
+
+
+def test_two_nodes_at_once_are_decoded_from_parity(folder: Path, cluster: LocalCluster, reference: list[Line]) -> None:
+    """RS 2+2 over four nodes, and no checkpoint; the run's folder tells beforehand what comes of it."""
+    config = job(
+        folder,
+        "parity",
+        f"scaling={{num_workers: [2, 4], {ONE_PER_NODE}}}",
+        "layout=[dp4, dp2]",
+        "protection={survive: 2, scheme: parity}",
+        "training.max_steps=100000",
+    )
+    drive = Drive(config, cluster)
+    lost: list[str] = []
+    said: list[InMemory] = []
+
+    def on_step(line: Line) -> None:
+        if line["step"] == 6 and not lost:
+            lost.extend(drive.mortal[:2])
+            said.extend(in_memory(drive.folder, tuple(nodes)) for nodes in (lost, drive.mortal[:3]))
+            kill([process for node in lost for process in drive.node_processes(node)])
+        if line["world_size"] == 2 and line["step"] >= 10:
+            drive.folder.request_stop()
+
+    end = drive.run(on_step)
+    assert end.error is None
+    assert_every_step_once(drive.metrics, drive.metrics[-1]["step"])
+    assert_same_course(drive.metrics, reference)
+    incident = next(incident for incident in drive.incidents if incident["kind"] == "failure")
+    assert sorted(incident["nodes"]) == sorted(lost)
+    assert incident["source_tier"] == "memory" and incident["steps_run_again"] <= 1
+
+    plans = drive.events("plan")
+    assert [(plan["scheme"], plan["survives"], plan["asked"]) for plan in plans[:2]] == [
+        ("parity", 2, 2),
+        ("replica", 1, 2),
+    ]
+    assert [event["survives"] for event in drive.events("protected")[:2]] == [2, 1]
+    assert drive.events("exposed")[0]["survives"] == 0
+    two, three = said
+    assert two.sources == ("primary", "parity") and two.step == 5
+    assert not three.survives and set(three.lost_on) >= set(lost)
 
 
 def test_what_is_lost_for_good_is_said(folder: Path, cluster: LocalCluster) -> None:
