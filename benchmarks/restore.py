@@ -111,11 +111,11 @@ class _Worker:
     def write(self, keeper: Any, step: int) -> None:
         """A snapshot, as after a step."""
         if self._arena is None:
-            opening = keeper.open_arena.remote(1, 0, snapshot_nbytes(self._expected), None)
+            opening = keeper.open_arena.remote(1, 0, snapshot_nbytes(self._expected))
             self._arena = Arena.attach(ray.get(opening)[0])
         with self._arena.writing(0) as buffer:
             records = write_snapshot(buffer, self._expected)
-        ray.get(keeper.protect.remote(Snapshot(1, step, 0, str(Layout()), records, {}), 0, 0))
+        ray.get(keeper.protect.remote(Snapshot(1, step, 0, str(Layout()), records, {}), 0))
 
     def restore(self, keeper: Any, node: str) -> dict[str, float]:
         """Seconds from an inventory to the state in place, and the plan's share of them."""
