@@ -129,7 +129,7 @@ def protect(
     owned = _owners(holders, where, survive, nbytes_of)
     sends: _Sends = _copies(owned, nodes, where, there, survive)
     used: Scheme = "replica" if any(sends) else "natural"
-    wanted = scheme == "parity" or (scheme == "auto" and not _fits(memory or {}, held, nodes, sends, nbytes_of))
+    wanted = scheme == "parity" or (scheme == "auto" and memory and not _fits(memory, held, nodes, sends, nbytes_of))
     if used == "replica" and wanted and len(there.names) >= survive + 2:
         used, sends = "parity", _codes(owned, nodes, where, there, survive, nbytes_of, widest)
     guards = _guards(holders, nodes, sends)
@@ -161,12 +161,15 @@ def _owners(
     """What too few domains hold, dealt to the ranks that hold it so that each sends about as much."""
     owned: _Owned = [[] for _ in where]
     load = [0] * len(where)
+    alike: dict[tuple[int, ...], frozenset[str]] = {}
     for piece, ranks in holders.items():
-        there = frozenset(where[rank] for rank in ranks)
-        if len(there) <= survive:
-            owner = min(ranks, key=lambda rank: (load[rank], rank))
+        key = tuple(ranks)
+        if key not in alike:
+            alike[key] = frozenset(where[rank] for rank in ranks)
+        if len(alike[key]) <= survive:
+            owner = min(ranks, key=lambda rank: (load[rank], rank)) if len(ranks) > 1 else ranks[0]
             load[owner] += nbytes_of(piece)
-            owned[owner].append((piece, there))
+            owned[owner].append((piece, alike[key]))
     return owned
 
 
@@ -180,10 +183,13 @@ def _copies(owned: _Owned, nodes: Sequence[str], where: Sequence[str], there: _D
     sends: _Sends = []
     for rank, pieces in enumerate(owned):
         seat = there.nodes[where[rank]].index(nodes[rank])
-        by_target: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
+        alike: dict[frozenset[str], list[Piece]] = defaultdict(list)
         for piece, having in pieces:
+            alike[having].append(piece)
+        by_target: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
+        for having, chosen in alike.items():
             free = [domain for domain in following[where[rank]] if domain not in having]
-            by_target[tuple(there.node(domain, seat) for domain in free[: survive + 1 - len(having)])].append(piece)
+            by_target[tuple(there.node(domain, seat) for domain in free[: survive + 1 - len(having)])] += chosen
         sends.append([Send(target, tuple(chosen)) for target, chosen in by_target.items()])
     return sends
 
@@ -270,16 +276,18 @@ def _guards(
     holders: Mapping[Piece, Sequence[int]], nodes: Sequence[str], sends: Sequence[Sequence[Send]]
 ) -> tuple[Guard, ...]:
     sent = {piece: send for of_rank in sends for send in of_rank for piece in send.pieces}
+    alike = {(tuple(ranks), id(sent.get(piece))): piece for piece, ranks in holders.items()}
     found: dict[Guard, None] = {}
-    for piece, ranks in holders.items():
-        primaries = tuple(dict.fromkeys(nodes[rank] for rank in ranks))
+    for piece in alike.values():
+        primaries = tuple(dict.fromkeys(nodes[rank] for rank in holders[piece]))
         send = sent.get(piece)
         if send is None:
-            found[Guard(primaries)] = None
+            guard = Guard(primaries)
         elif send.code is None:
-            found[Guard(primaries, send.nodes)] = None
+            guard = Guard(primaries, send.nodes)
         else:
-            found[code_guard(primaries, send.code)] = None
+            guard = code_guard(primaries, send.code)
+        found[guard] = None
     return tuple(found)
 
 
