@@ -55,8 +55,8 @@ class Protected:
             self.step(step, placement)
 
     def step(self, step: int, placement: Sequence[str]) -> None:
-        reference = random_reference(TINY, step)
-        self.nodes.protect(TINY, reference, self.layout, placement, step=step, sends=self.protection.sends)
+        reference, sends = random_reference(TINY, step), self.protection.sends
+        self.nodes.protect(TINY, reference, self.layout, placement, step=step, durable=step == 3, sends=sends)
 
     def alive(self, lost: Iterable[str]) -> list[Holding]:
         return self.nodes.inventory([name for name in self.nodes.names if name not in set(lost)])
@@ -122,6 +122,7 @@ def test_a_flipped_byte_in_any_arena_is_named_and_routed_around(scheme: str) -> 
     """One node is lost and one byte of one record of one holding is wrong, while two losses are survived."""
     made = Protected("dp6", 2, scheme)
     noticed = set()
+    assert {h.role for h in made.alive("")} == {"primary", "pin", "copy" if scheme == "replica" else "parity"}
     for lost in "ad":
         for damaged in [h for h in made.alive(lost) if h.snapshot.step == 3]:
             for index in range(len(damaged.snapshot.records)):
