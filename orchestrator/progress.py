@@ -40,6 +40,8 @@ def event_line(event: dict[str, Any]) -> str | None:
             return f"lost worker {event['worker']}"
         case "node_admitted" if event["generation"]:
             return f"{event['node']} joined with {event['num_workers']} workers, which are warming up"
+        case "state" if event["state"] == "starting":
+            return "starting the workers, and waiting until they are warm"
         case "state" if event["state"] == "waiting":
             return f"waiting for workers; the state of step {event['step']} stays in memory"
         case "fallback":
@@ -71,7 +73,7 @@ def _incident_line(event: dict[str, Any]) -> str:
     why = f"lost {', '.join(lost)}" if lost else _short(event["cause"])
     what = f"incident {event['incident']}, {event['kind']} ({why})"
     if event.get("outcome") != "recovered":
-        return f"{what}: {event.get('ended') or 'overtaken by the next one'}"
+        return f"{what}: {event.get('ended') or 'more was lost before a step was made; see the next incident'}"
     if event["layout_after"] is None:
         return f"{what}: no step was made after it"
     return (

@@ -86,8 +86,8 @@ class RunFolder:
     def acquire(self, job: JobConfig, *, resume: bool = False) -> Acquired:
         """Become the run's driver, or raise RunRefused with one sentence.
 
-        A live driver, a finished run without ``resume`` and another job's run are refused; an unfinished run of the
-        same job is taken over.
+        A live driver, a finished run without ``resume`` and a later end, and another job's run are refused; an
+        unfinished run of the same job is taken over.
         """
         before = self._read_lease()
         if before is not None and before.live:
@@ -102,11 +102,13 @@ class RunFolder:
         settled = job.resolved(stored)
         if stored is not None:
             self._refuse_other_job(settled, stored)
-        if before is not None and before.status == "finished" and not resume:
-            raise RunRefused(
-                f"run {self.name!r} is finished; use --resume with a later end (training.max_steps ...) for a longer "
-                "run, or choose a new run.name"
-            )
+        if before is not None and before.status == "finished":
+            reached = (self.read_metrics() or [{"step": 0, "total_tokens": 0}])[-1]
+            if not resume or settled.training.is_over(reached["step"], reached["total_tokens"]):
+                raise RunRefused(
+                    f"run {self.name!r} is finished, at step {reached['step']}; use --resume with a later end "
+                    "(training.max_steps ...) for a longer run, or choose a new run.name"
+                )
         lease = take_lease(self._storage, before, min(_LEASE_S, job.orphan_grace_s / 2))
         if lease is None:
             raise RunRefused(f"run {self.name!r} was taken by another driver just now")

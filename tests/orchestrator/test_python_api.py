@@ -102,7 +102,7 @@ def test_a_model_beside_the_yaml_that_fails(address: str, tmp_path: Path, monkey
         "from torch import nn\n"
         "class Broken(nn.Embedding):\n"
         "    def forward(self, tokens):\n"
-        "        raise RuntimeError('this model is broken')\n"
+        "        return super().forward(tokens)[:, :-1]\n"
     )
     (model / "lm.py").write_text(
         "from .layers import Broken\ndef build(vocab_size, seq_len):\n    return Broken(vocab_size, vocab_size)\n"
@@ -127,11 +127,11 @@ def test_a_model_beside_the_yaml_that_fails(address: str, tmp_path: Path, monkey
         said.append(line["message"])
 
     result = ElasticTrainer(job, folders=[tmp_path / "job"]).fit(address=address, on_step=say)
-    assert "this model is broken" in str(result.error)
+    assert "the model returned a tensor [2, 31, 300]; it must return logits [2, 32, 300]" in str(result.error)
     assert result.checkpoint is None and result.metrics == {}
     assert [incident["outcome"] for incident in result.incidents] == ["superseded", "ended"]
     assert [set(exceptions) for exceptions in notes.exceptions] == [{0}, {0}]
-    assert "this model is broken" in str(notes.exceptions[0][0])
+    assert "the model returned a tensor" in str(notes.exceptions[0][0])
     assert all("\n" not in sentence for sentence in said)
     assert len([sentence for sentence in said if sentence.startswith("incident ")]) == 2
 

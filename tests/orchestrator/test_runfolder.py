@@ -71,9 +71,14 @@ def test_an_unfinished_run_goes_on(tmp_path: Path) -> None:
 def test_a_finished_run_needs_resume(tmp_path: Path) -> None:
     first = folder(tmp_path)
     first.acquire(JOB)
+    first.append_metrics({"step": 5, "generation": 1, "total_tokens": 100})
     first.finish("finished")
-    with pytest.raises(RunRefused, match=r"is finished; use --resume with a later end .* or choose a new run.name$"):
+    with pytest.raises(
+        RunRefused, match=r"is finished, at step 5; use --resume with a later end .* or choose a new run.name$"
+    ):
         folder(tmp_path).acquire(JOB)
+    with pytest.raises(RunRefused, match=r"is finished, at step 5; use --resume with a later end"):
+        folder(tmp_path).acquire(JOB, resume=True)
     assert folder(tmp_path).acquire(JOB.with_overrides(["training.max_steps=9"]), resume=True).resumed
 
 

@@ -224,7 +224,14 @@ class ModuleSpec:
         # FSDP mixes its class in before the user's, whose forward is the one to ask.
         accepted = inspect.signature(module.forward).parameters
         extra = {"positions": positions, "segments": segments}
-        return module(x, **{name: value for name, value in extra.items() if name in accepted})
+        logits = module(x, **{name: value for name, value in extra.items() if name in accepted})
+        expected = (*x.shape, self.program.vocab_size)
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != expected:
+            returned = f"a tensor {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ValueError(
+                f"the model returned {returned}; it must return logits {list(expected)}: [B, S, vocab_size]"
+            )
+        return logits
 
     def hidden_shape(self, num_rows: int) -> tuple[int, ...]:
         raise AssertionError("a user's module has one stage")
