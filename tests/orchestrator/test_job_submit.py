@@ -97,8 +97,9 @@ def test_both_forms_train(form: str, head: Head, environment: Path, tmp_path: Pa
     assert done.returncode == 0, done.stdout
     lines = log_of(done.stdout)
     assert lines[0] == f"starting run '{name}' in {head.home}/runs/{name}"
-    assert lines[1].startswith("dp2 on 2 workers; memory survives the loss of worker processes only")
-    assert re.fullmatch(r"step   1  loss \d\.\d{4}  \d+\.\d\d s  dp2 on 2 workers", lines[2])
+    assert lines[1] == "starting the workers, and waiting until they are warm"
+    assert lines[2].startswith("dp2 on 2 workers; memory survives the loss of worker processes only")
+    assert re.fullmatch(r"step   1  loss \d\.\d{4}  \d+\.\d\d s  dp2 on 2 workers", lines[3])
     end = rf"finished at step 4, loss \d\.\d{{4}}, 0 incidents; the run's folder is {head.home}/runs/{name}"
     assert any(re.fullmatch(end, line) for line in lines), lines
     assert len(lines) < 20 and not any("Traceback" in line for line in lines)
