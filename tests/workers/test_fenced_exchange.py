@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 
-import pytest
 import torch.distributed as dist
 
 from checkpointing.layout import Layout
@@ -16,13 +14,6 @@ from tests.workers.fenced_ranks import Pool, Rank
 from workers.fenced_group import Fenced
 
 MOVES = (("dp4", "tp2·dp2"), ("tp2·dp2", "pp3"), ("pp3", "1"), ("1", "pp2·tp2"))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def exchange(rank: Rank, number: int, index: int, world_size: int, rounds: int) -> tuple[int, float, str]:

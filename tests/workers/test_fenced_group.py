@@ -6,7 +6,6 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,6 @@ from tests.workers.fenced_ranks import OPERATIONS, Pool, check_sums, repeat_unti
 
 WORLD_SIZE = 4
 OUT_WITHIN_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def _lose_one(pool: Pool, operation: str, rng: random.Random, stop: bool) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,13 +18,6 @@ PARTS = (0, 3, 7, "layers.3.attention", "layers.1.feed_forward", "norm")
 
 class Interrupted(Exception):
     pass
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def interrupt(rank: Rank, engine: Engine, rows: Rows, part: int | str) -> bool:

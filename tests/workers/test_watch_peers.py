@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,13 +14,6 @@ from tests.workers.fenced_ranks import Pool, Rank, check_sums
 
 WORLD_SIZE = 4
 KNOWN_WITHIN_S = 0.5
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def compute_until_fenced(rank: Rank, number: int, index: int, world_size: int) -> tuple[float, str]:
