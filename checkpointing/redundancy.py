@@ -95,8 +95,13 @@ class Guard:
 
 @dataclass(frozen=True)
 class Protection:
-    """``sends[rank]`` share no piece. ``survives`` losses are survived, whichever they are, as ``guards`` have it."""
+    """``survives`` losses are survived, whichever they are, as ``guards`` have it.
 
+    written  by rank: the pieces that go into its snapshots. Of the ranks of a node that hold a piece, one writes it.
+    sends    by rank: what of them its keeper sends on; no piece is in two
+    """
+
+    written: tuple[tuple[Piece, ...], ...]
     sends: tuple[tuple[Send, ...], ...]
     guards: tuple[Guard, ...]
     scheme: Scheme
@@ -122,19 +127,20 @@ def protect(
     there = _Domains(domains)
     survive = min(survive, len(there.names) - 1)
     where = [domains[node] for node in nodes]
-    holders: dict[Piece, list[int]] = defaultdict(list)
-    for rank, pieces in enumerate(held):
-        for piece in pieces:
-            holders[piece].append(rank)
-    owned = _owners(holders, where, survive, nbytes_of)
+    writers = _writers(held, nodes, nbytes_of)
+    written: list[list[Piece]] = [[] for _ in nodes]
+    for piece, ranks in writers.items():
+        for rank in ranks:
+            written[rank].append(piece)
+    owned = _owners(writers, where, survive, nbytes_of)
     sends: _Sends = _copies(owned, nodes, where, there, survive)
     used: Scheme = "replica" if any(sends) else "natural"
-    wanted = scheme == "parity" or (scheme == "auto" and memory and not _fits(memory, held, nodes, sends, nbytes_of))
+    wanted = scheme == "parity" or (scheme == "auto" and memory and not _fits(memory, written, nodes, sends, nbytes_of))
     if used == "replica" and wanted and len(there.names) >= survive + 2:
         used, sends = "parity", _codes(owned, nodes, where, there, survive, nbytes_of, widest)
-    guards = _guards(holders, nodes, sends)
+    guards = _guards(writers, nodes, sends)
     survives = min((guard.tolerance(domains) for guard in guards), default=0)
-    return Protection(tuple(map(tuple, sends)), guards, used, survives)
+    return Protection(tuple(map(tuple, written)), tuple(map(tuple, sends)), guards, used, survives)
 
 
 class _Domains:
@@ -155,14 +161,39 @@ class _Domains:
         return self.nodes[domain][index % len(self.nodes[domain])]
 
 
+def _writers(
+    held: Sequence[Sequence[Piece]], nodes: Sequence[str], nbytes_of: Callable[[Piece], int]
+) -> dict[Piece, list[int]]:
+    """On every node one of the ranks that hold a piece there, so that each of them writes about as much."""
+    holders: dict[Piece, list[int]] = defaultdict(list)
+    for rank, pieces in enumerate(held):
+        for piece in pieces:
+            holders[piece].append(rank)
+    load = [0] * len(nodes)
+    alike: dict[tuple[int, ...], list[list[int]]] = {}
+    writers: dict[Piece, list[int]] = {}
+    for piece, ranks in holders.items():
+        key = tuple(ranks)
+        if key not in alike:
+            together: dict[str, list[int]] = defaultdict(list)
+            for rank in ranks:
+                together[nodes[rank]].append(rank)
+            alike[key] = list(together.values())
+        nbytes = nbytes_of(piece)
+        writers[piece] = [min(here, key=load.__getitem__) for here in alike[key]]
+        for rank in writers[piece]:
+            load[rank] += nbytes
+    return writers
+
+
 def _owners(
-    holders: Mapping[Piece, Sequence[int]], where: Sequence[str], survive: int, nbytes_of: Callable[[Piece], int]
+    writers: Mapping[Piece, Sequence[int]], where: Sequence[str], survive: int, nbytes_of: Callable[[Piece], int]
 ) -> _Owned:
-    """What too few domains hold, dealt to the ranks that hold it so that each sends about as much."""
+    """What too few domains hold, dealt to the ranks that write it so that each sends about as much."""
     owned: _Owned = [[] for _ in where]
     load = [0] * len(where)
     alike: dict[tuple[int, ...], frozenset[str]] = {}
-    for piece, ranks in holders.items():
+    for piece, ranks in writers.items():
         key = tuple(ranks)
         if key not in alike:
             alike[key] = frozenset(where[rank] for rank in ranks)
@@ -257,14 +288,14 @@ def _deal(
 
 def _fits(
     memory: Mapping[str, int],
-    held: Sequence[Sequence[Piece]],
+    written: Sequence[Sequence[Piece]],
     nodes: Sequence[str],
     sends: Sequence[Sequence[Send]],
     nbytes_of: Callable[[Piece], int],
 ) -> bool:
     """Whether two slots of every snapshot and copy go into each node's ``memory``; a node without a figure has room."""
     needed: dict[str, int] = defaultdict(int)
-    for node, pieces, sent in zip(nodes, held, sends, strict=True):
+    for node, pieces, sent in zip(nodes, written, sends, strict=True):
         needed[node] += 2 * sum(map(nbytes_of, pieces))
         for send in sent:
             for target in send.nodes:
@@ -273,13 +304,13 @@ def _fits(
 
 
 def _guards(
-    holders: Mapping[Piece, Sequence[int]], nodes: Sequence[str], sends: Sequence[Sequence[Send]]
+    writers: Mapping[Piece, Sequence[int]], nodes: Sequence[str], sends: Sequence[Sequence[Send]]
 ) -> tuple[Guard, ...]:
     sent = {piece: send for of_rank in sends for send in of_rank for piece in send.pieces}
-    alike = {(tuple(ranks), id(sent.get(piece))): piece for piece, ranks in holders.items()}
+    alike = {(tuple(ranks), id(sent.get(piece))): piece for piece, ranks in writers.items()}
     found: dict[Guard, None] = {}
     for piece in alike.values():
-        primaries = tuple(dict.fromkeys(nodes[rank] for rank in holders[piece]))
+        primaries = tuple(dict.fromkeys(nodes[rank] for rank in writers[piece]))
         send = sent.get(piece)
         if send is None:
             guard = Guard(primaries)

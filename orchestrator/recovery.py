@@ -12,7 +12,7 @@ from checkpointing.boxes import volume
 from checkpointing.config import ProtectionConfig
 from checkpointing.holding import HoldingKey
 from checkpointing.layout import Layout
-from checkpointing.redundancy import Send, protect
+from checkpointing.redundancy import Protection, protect
 from checkpointing.schema import Piece, Schema, ShardMap
 from checkpointing.snapshot import aligned
 from checkpointing.transfer import Destination, Holding, TransferPlan, plan_transfer
@@ -49,10 +49,8 @@ class Source:
 
 @dataclass(frozen=True)
 class NextGeneration:
-    """``sends[rank]``: what the rank's keeper sends on to others, because too few replicas elsewhere have it."""
-
     plan: Plan
-    sends: tuple[tuple[Send, ...], ...]
+    protected: Protection
     transfer: TransferPlan | None
     source: Source
 
@@ -122,7 +120,7 @@ def plan_generation(
         scheme=protected.scheme,
         guards=protected.guards,
     )
-    return NextGeneration(plan, protected.sends, transfer_to(layout) if source.holdings else None, source)
+    return NextGeneration(plan, protected, transfer_to(layout) if source.holdings else None, source)
 
 
 def slot_nbytes(schema: Schema) -> Callable[[Piece], int]:

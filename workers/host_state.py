@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from workers.device import Device
 
 
 class HostState:
-    """``arrays`` has one array per piece. ``pull`` brings it up to date with the device, ``push`` the other way."""
+    """``arrays`` has one array per piece. ``pull`` brings some up to date with the device, ``push`` the device with them."""
 
     def __init__(self, state: Mapping[Piece, torch.Tensor], device: Device) -> None:
         self._state, self._device = state, device
@@ -25,11 +25,11 @@ class HostState:
             }
         self.arrays: dict[Piece, np.ndarray] = {piece: tensor.numpy() for piece, tensor in self._mirror.items()}
 
-    def pull(self) -> None:
+    def pull(self, pieces: Iterable[Piece]) -> None:
         if self._device.kind != "cpu":
             with self._device.copying():
-                for piece, tensor in self._state.items():
-                    self._mirror[piece].copy_(tensor, non_blocking=True)
+                for piece in pieces:
+                    self._mirror[piece].copy_(self._state[piece], non_blocking=True)
 
     def push(self) -> None:
         if self._device.kind != "cpu":

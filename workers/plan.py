@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpointing.layout import Layout
 from checkpointing.redundancy import Guard, Scheme, Send
-from checkpointing.schema import Schema
+from checkpointing.schema import Piece, Schema
 from checkpointing.transfer import Fetch
 from workers.program import Program
 
@@ -64,6 +64,7 @@ class Order:
     rendezvous  the keeper whose rendezvous this generation uses
     keepers     node -> keeper handle, for the pieces that lie on other nodes
     keeper      the keeper of the worker's own node
+    written     what goes into this rank's snapshots; other ranks of its node write what else it holds
     sends       what the keeper sends on of every snapshot; replicas in other failure domains hold the rest
     readers     reader handles in this worker's order of preference
     spared      (generation, step) of the source: what other states lie in may be written over; None: nothing may
@@ -82,6 +83,7 @@ class Order:
     node: str
     keepers: dict[str, Any]
     keeper: Any
+    written: tuple[Piece, ...]
     sends: tuple[Send, ...]
     readers: tuple[Any, ...]
     step: int

@@ -54,7 +54,7 @@ class Snapshots:
         self._order, self._state, self._fence = order, state, fence
         # What is sent on comes first, so that all that goes to one keeper is one run of bytes.
         first = [piece for send in order.sends for piece in send.pieces]
-        self._arrays = {piece: state.arrays[piece] for piece in dict.fromkeys([*first, *state.arrays])}
+        self._arrays = {piece: state.arrays[piece] for piece in dict.fromkeys([*first, *order.written])}
         nbytes = snapshot_nbytes(self._arrays)
         opening = order.keeper.open_arena.remote(
             order.generation, order.rank, nbytes, _sendings(order), memory.address, order.spared
@@ -79,7 +79,7 @@ class Snapshots:
     def _copy(self, step: int, slot: int, meta: dict[str, Any], durable: bool) -> tuple[ray.ObjectRef, float]:
         """Returns what is done when the keeper and its buddy hold the snapshot, and the seconds that the copy took."""
         started = time.monotonic()
-        self._state.pull()
+        self._state.pull(self._arrays)
         with self._arena.writing(slot) as buffer:
             records = write_snapshot(buffer, self._arrays)
         order = self._order

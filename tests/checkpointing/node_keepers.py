@@ -15,7 +15,7 @@ from checkpointing.keeper import Call, Keeper, Sending
 from checkpointing.layout import Layout
 from checkpointing.load import KeeperReads, load_state
 from checkpointing.publish import begin
-from checkpointing.redundancy import Send
+from checkpointing.redundancy import Protection, Send
 from checkpointing.schema import Piece, Schema, TensorSpec, pieces
 from checkpointing.shares import plan_shares
 from checkpointing.snapshot import Snapshot, aligned, snapshot_nbytes, write_snapshot
@@ -70,13 +70,13 @@ class Nodes:
         generation: int = 1,
         step: int = 1,
         durable: bool = False,
-        sends: Sequence[Sequence[Send]] | None = None,
+        protection: Protection | None = None,
     ) -> None:
-        """What the workers of one generation do at the end of one step. ``sends``: by default all, to the next node."""
+        """What the workers of one generation do at the end of one step. By default each sends all to the next node."""
         for rank, node in enumerate(placement):
-            mine = pieces(schema, layout, rank)
-            buddy = self._next(node) if self._copies and sends is None else None
-            sent = sends[rank] if sends else [Send((buddy,), mine)] if buddy and mine else []
+            mine = protection.written[rank] if protection else pieces(schema, layout, rank)
+            buddy = self._next(node) if self._copies and protection is None else None
+            sent = protection.sends[rank] if protection else [Send((buddy,), mine)] if buddy and mine else []
             first = [piece for send in sent for piece in send.pieces]
             state = {piece: cut(reference, piece) for piece in dict.fromkeys([*first, *mine])}
             sendings = [self._sending(send) for send in sent]

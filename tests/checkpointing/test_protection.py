@@ -55,8 +55,8 @@ class Protected:
             self.step(step, placement)
 
     def step(self, step: int, placement: Sequence[str]) -> None:
-        reference, sends = random_reference(TINY, step), self.protection.sends
-        self.nodes.protect(TINY, reference, self.layout, placement, step=step, durable=step == 3, sends=sends)
+        made, reference = self.protection, random_reference(TINY, step)
+        self.nodes.protect(TINY, reference, self.layout, placement, step=step, durable=step == 3, protection=made)
 
     def alive(self, lost: Iterable[str]) -> list[Holding]:
         return self.nodes.inventory([name for name in self.nodes.names if name not in set(lost)])
@@ -240,7 +240,7 @@ def test_no_piece_shares_a_domain_with_its_protection(
     assert made.survives >= cut
     for rank, sends in enumerate(made.sends):
         sent = [piece for send in sends for piece in send.pieces]
-        assert len(sent) == len(set(sent)) and set(sent) <= set(held[rank])
+        assert len(sent) == len(set(sent)) and set(sent) <= set(made.written[rank]) <= set(held[rank])
         for send in sends:
             if send.code is None:
                 holding = {domains[nodes[r]] for r in range(len(nodes)) if set(send.pieces) & set(held[r])}
@@ -250,6 +250,11 @@ def test_no_piece_shares_a_domain_with_its_protection(
                 assert len(of) == len(set(of)) and send.code.nodes[send.index] == nodes[rank]
                 assert send.code.ranks[send.index] == rank and send.nodes == send.code.nodes[send.code.num_data :]
                 assert 64 * len(send.pieces) <= send.code.nbytes
+    for node in domains:
+        ranks = [rank for rank, its in enumerate(nodes) if its == node]
+        written = [piece for rank in ranks for piece in made.written[rank]]
+        assert len(written) == len(set(written)), "once per node"
+        assert set(written) == {piece for rank in ranks for piece in held[rank]}
     for number in range(cut + 1):
         for lost in combinations(sorted(set(domains.values())), number):
             gone = [node for node, domain in domains.items() if domain in lost]
@@ -261,6 +266,12 @@ def test_no_piece_shares_a_domain_with_its_protection(
         if not all(guard.source([n for n, d in domains.items() if d in lost]) for guard in made.guards)
     )
     assert made.survives == worst - 1
+
+
+def test_replicas_of_a_node_write_a_part_of_the_state_each() -> None:
+    held = [[Piece(f"w{index}", (0,), (8,)) for index in range(31)]] * 8
+    made = protect(held, [f"n{rank // 2}" for rank in range(8)], {f"n{i}": f"n{i}" for i in range(4)}, lambda _: 64, 1)
+    assert sorted(map(len, made.written)) == [15] * 4 + [16] * 4 and (made.scheme, made.survives) == ("natural", 3)
 
 
 def test_parity_takes_less_memory_than_copies_and_auto_takes_copies_where_they_fit() -> None:

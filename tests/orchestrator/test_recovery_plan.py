@@ -32,13 +32,13 @@ def holdings(upcoming: NextGeneration, step: int, lost: tuple[str, ...] = ()) ->
     plan, found = upcoming.plan, []
     for rank, member in enumerate(plan.members):
         records, start = [], 0
-        for piece in pieces(SCHEMA, plan.layout, rank):
+        for piece in upcoming.protected.written[rank]:
             records.append(Record(piece, "float32", start, volume(piece) * 4, "digest"))
             start += volume(piece) * 4
         meta = {"cursor": [0, step, 0], "tokens": 100 * step}
         copies = [
             (node, "copy", [record for record in records if record.piece in send.pieces])
-            for send in upcoming.sends[rank]
+            for send in upcoming.protected.sends[rank]
             for node in send.nodes
         ]
         for node, role, held in ((member.node, "primary", records), *copies):
@@ -91,10 +91,10 @@ def test_with_one_node_or_without_protection_nothing_is_survived_and_the_plan_sa
 def test_replicas_on_other_nodes_need_no_copy_and_replicas_on_the_same_node_do() -> None:
     spread = plan_on(workers(4), preferred="r2·dp4", survive=0)
     together = plan_on(workers(4), preferred="r2")
-    assert spread is not None and spread.plan.survives == 1 and not any(spread.sends)
+    assert spread is not None and spread.plan.survives == 1 and not any(spread.protected.sends)
     assert together is not None and together.plan.survives == 1
-    sent = [piece for sends in together.sends for send in sends for piece in send.pieces]
-    assert len(sent) == NUM_LAYERS and all(together.sends), "each sends a part, once"
+    sent = [piece for sends in together.protected.sends for send in sends for piece in send.pieces]
+    assert len(sent) == NUM_LAYERS and all(together.protected.sends), "each sends a part, once"
 
 
 def test_too_few_workers_for_any_layout_is_no_plan() -> None:
@@ -165,7 +165,10 @@ def test_survivors_go_on_from_what_they_wrote_themselves() -> None:
     upcoming = plan_on(workers(4), Source.of(holdings(first, 3), "memory"), first.plan, "r8")
     assert upcoming is not None and upcoming.transfer is not None
     for rank, fetches in upcoming.transfer.fetches.items():
-        assert {part.holding.snapshot.rank for fetch in fetches for part in fetch.parts} == {rank}
+        for fetch in fetches:
+            (part,) = fetch.parts
+            assert (part.holding.snapshot.rank == rank) == (fetch.piece in first.protected.written[rank])
+    assert upcoming.transfer.bytes_moved == 0, "what another worker of the node wrote is as near"
 
 
 def test_bytes_come_from_the_own_failure_domain_first() -> None:

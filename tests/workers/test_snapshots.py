@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ class _Device:
         self.arrays = {_PIECE: np.zeros(1000, np.float32)}
         self.arrived = threading.Event()
 
-    def pull(self) -> None:
+    def pull(self, pieces: Iterable[Piece]) -> None:
         assert self.arrived.wait(30)
 
 
@@ -49,7 +49,15 @@ def _snapshots(keeper: Keeper, state: _Device) -> Snapshots:
 
     handle = SimpleNamespace(open_arena=remote(keeper.open_arena), protect=remote(keeper.protect))
     order = SimpleNamespace(
-        generation=1, rank=0, step=0, layout=Layout(), keeper=handle, keepers={}, sends=(), spared=None
+        generation=1,
+        rank=0,
+        step=0,
+        layout=Layout(),
+        keeper=handle,
+        keepers={},
+        written=(_PIECE,),
+        sends=(),
+        spared=None,
     )
     return Snapshots(cast(Order, order), cast(HostState, state), Fence(), MappedArena())
 
