@@ -12,7 +12,8 @@ from checkpointing.boxes import volume
 from checkpointing.config import ProtectionConfig
 from checkpointing.holding import HoldingKey
 from checkpointing.layout import Layout
-from checkpointing.redundancy import Protection, protect
+from checkpointing.placement import protect
+from checkpointing.redundancy import Protection
 from checkpointing.schema import Piece, Schema, ShardMap
 from checkpointing.snapshot import aligned
 from checkpointing.transfer import Destination, Holding, TransferPlan, plan_transfer

@@ -31,7 +31,7 @@ from checkpointing.snapshot import Snapshot, snapshot_nbytes, write_snapshot
 from checkpointing.transfer import Destination, Fetch, plan_transfer
 from tests.checkpointing.node_keepers import Reference, cut, random_reference
 
-NUM_CASES = 10_000 if os.environ.get("PLANARIA_PROVE") == "1" else 1_000
+NUM_CASES = 10_000 if os.environ.get("PLANARIA_PROVE") == "1" else 300
 LIMITS = settings(max_examples=NUM_CASES, deadline=None, suppress_health_check=list(HealthCheck))
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 11])

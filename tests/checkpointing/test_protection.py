@@ -17,7 +17,8 @@ from checkpointing.decoded import with_decoded
 from checkpointing.erasure import check_code
 from checkpointing.holding import DigestMismatch, Holding, HoldingKey
 from checkpointing.layout import Layout
-from checkpointing.redundancy import Protection, protect
+from checkpointing.placement import protect
+from checkpointing.redundancy import Protection
 from checkpointing.schema import Piece, pieces
 from checkpointing.transfer import Destination, plan_transfer
 from tests.checkpointing.node_keepers import TINY, Nodes, random_reference, record_nbytes

@@ -31,7 +31,7 @@ from workers.plan import Plan
 
 NUM_WORKERS = 8
 STEPS_EACH = 2  # and one more, since a stop is asked for while a step is under way
-SHORT_WALK = ["dp8", "pp4·tp2", "dp2·tp2·pp2", "r2·dp4"]
+SHORT_WALK = ["r2·dp4", "pp4·tp2", "dp2·tp2·pp2"]
 MODEL = "model={dim: 32, num_layers: 4, num_heads: 4, num_kv_heads: 4, ffn_dim: 64}"
 
 
