@@ -12,7 +12,7 @@ from workers.device import Device
 
 
 class HostState:
-    """``arrays`` has one array per piece; ``pull`` brings some up to date with the device, ``push`` writes all to it."""
+    """``arrays`` has one array per piece; ``pull`` brings some up to date, ``push`` writes all to the device."""
 
     def __init__(self, state: Mapping[Piece, torch.Tensor], device: Device) -> None:
         self._state, self._device = state, device
