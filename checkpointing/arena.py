@@ -13,6 +13,7 @@ each of the first records of the content, in which the readers of a node tell ea
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import secrets
@@ -29,6 +30,8 @@ from checkpointing.node_memory import available_memory
 _HEADER = 16 * mmap.PAGESIZE
 _WORDS_NBYTES = 64
 _TICKET, _LEASES = 0, 1
+# Nobody can truncate a slot, which would kill whoever has it mapped and looks there next.
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,9 @@ class Arena:
         fds: list[int] = []
         try:
             for _ in range(num_slots):
-                fds.append(os.memfd_create(token))
+                fds.append(os.memfd_create(token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
                 os.posix_fallocate(fds[-1], 0, _HEADER + nbytes)
+                fcntl.fcntl(fds[-1], fcntl.F_ADD_SEALS, _FIXED_SIZE)
             maps = [_map(fd, nbytes) for fd in fds]
         except OSError as error:
             for fd in fds:

@@ -110,6 +110,17 @@ def test_pages_are_there_before_the_first_write() -> None:
     arena.close()
 
 
+def test_a_slot_cannot_be_truncated_by_anyone() -> None:
+    arena = Arena.create(NBYTES)
+    for fd in arena.address.fds:
+        with open(f"/proc/{arena.address.pid}/fd/{fd}", "r+b") as slot:  # as a worker opens it
+            for size in (0, NBYTES, 4 * NBYTES):
+                with pytest.raises(PermissionError):
+                    os.truncate(slot.fileno(), size)
+    arena.slot(1)[-1] = 1
+    arena.close()
+
+
 def test_more_than_the_node_has_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"needs \d+ bytes on this node but only \d+ are available"):
         Arena.create(1 << 50)

@@ -22,7 +22,7 @@ from tests.orchestrator.jobs import (
     write_text,
 )
 
-STEPS = 300  # of the longest run that is compared with the reference
+STEPS = 150  # of the longest run that is compared with the reference
 
 
 @pytest.fixture(scope="module")
