@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from checkpointing.cuts import chunk, head_chunk, join, padded_chunk
@@ -145,7 +146,10 @@ class _Unit(NamedTuple):
 
 
 class ShardMap:
-    """Who holds what under one layout. Ask one map about many ranks: what is cut alike is cut once."""
+    """Who holds what under one layout. Ask one map about many ranks: what is cut alike is cut once.
+
+    Raises ValueError for a fused tensor that the layout cannot cut.
+    """
 
     def __init__(self, schema: Schema, layout: Layout) -> None:
         self.schema, self.layout = schema, layout
@@ -162,6 +166,11 @@ class ShardMap:
             parts = (spec,) if one is None else tuple(specs[name] for name in one.parts)
             key = (tuple(part.cuts for part in parts), one and (one.dim, one.blocks))
             unit = _Unit(one.name if one else spec.name, kinds.setdefault(key, len(kinds)), parts, one)
+            if one is not None and _cuts_copies_differently(unit, layout):
+                raise ValueError(
+                    f"layout {layout} repeats heads of {one.name} on ranks whose parts of it are not equally long, and "
+                    "FSDP would cut the copies differently; take a tensor-parallel size that divides all its heads"
+                )
             for pp in _stages(spec, layout, stage_of):
                 self._units[pp].append(unit)
 
@@ -245,6 +254,21 @@ def _cut(unit: _Unit, layout: Layout, at: Coordinates) -> _Cut:
         ]
         whole = list(project(whole, shape))
     return tuple(whole), tuple(segment for segment in found if 0 not in segment.size)
+
+
+def _cuts_copies_differently(unit: _Unit, layout: Layout) -> bool:
+    """Whether tensor-parallel ranks share heads of a fused tensor that FSDP cuts at other rows on one than another.
+
+    It happens where they are joined with unequally many rows of something else.
+    """
+    assert unit.fused is not None
+    spec, dim = unit.specs[0], unit.fused.dim
+    tp, shards = (layout.tp, layout.dp * layout.cp) if spec.ep_dim is None else (layout.etp, layout.edp)
+    if shards == 1 or not any(one.heads is not None and one.heads < tp for one in unit.specs):
+        return False
+    ranks = map(layout.coordinates, range(layout.dp * layout.cp * layout.tp))
+    boxes = {(s.part, s.offset[dim], s.offset[dim] + s.size[dim]) for at in ranks for s in _cut(unit, layout, at)[1]}
+    return any(one[0] == after[0] and after[1] < one[2] for one, after in pairwise(sorted(boxes)))
 
 
 def _fsdp_dim(spec: TensorSpec, layout: Layout, parts: int) -> int:

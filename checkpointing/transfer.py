@@ -99,7 +99,8 @@ class Planner:
         for piece in destination.pieces:
             tensor = self._tensors.get(piece.name)
             if tensor is None:
-                lost.append(piece)
+                if volume(piece):
+                    lost.append(piece)
                 continue
             commons, exact = tensor.grid.join(piece.offset, piece.size)
             if exact:

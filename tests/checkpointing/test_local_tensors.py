@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.boxes import volume
+from checkpointing.boxes import overlap, volume
 from checkpointing.flat import flat_places
 from checkpointing.layout import Layout
-from checkpointing.schema import Fused, LocalTensor, Piece, Schema, ShardMap, TensorSpec
+from checkpointing.schema import Fused, LocalTensor, Piece, Schema, ShardMap, TensorSpec, pieces
 from tests.checkpointing.node_keepers import cut
 
 HEAD = 2  # rows of one attention head
@@ -119,3 +122,27 @@ def test_flat_buffers(shapes: list[list[int]], num_ranks: int, padding: int) -> 
         assert all(volume(place.piece) for place in places)
         for name, array in reference.items():
             assert sum(place.piece.name == name for place in places) <= max(1, 2 * array.ndim - 1)
+
+
+@pytest.mark.parametrize("tp", range(1, 7))
+def test_a_fused_tensor_is_refused_exactly_where_copies_of_its_heads_would_be_cut_differently(
+    tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped-query attention with any numbers of query and key heads, over one to three FSDP ranks."""
+    refused = set()
+    for queries, keys, dp in itertools.product(range(1, 10), range(1, 5), range(1, 4)):
+        spec = TensorSpec("k", (2 * keys, 3), "float32", 0, "first", heads=keys)
+        query = replace(spec, name="q", shape=(2 * queries, 3), heads=queries)
+        schema = Schema((query, spec, replace(spec, name="v")), 0, fused=(Fused("qkv", ("q", "k", "v")),))
+        layout = Layout(tp=tp, dp=dp)
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr("checkpointing.schema._cuts_copies_differently", lambda unit, layout: False)
+            boxes = {piece for rank in range(layout.size) for piece in pieces(schema, layout, rank)}
+        pairs = itertools.combinations(sorted(boxes), 2)
+        if any(one.name == other.name and overlap(one, other) for one, other in pairs):
+            refused.add((queries, keys, dp))
+            with pytest.raises(ValueError, match="repeats heads of qkv on ranks whose parts"):
+                ShardMap(schema, layout)
+        else:
+            ShardMap(schema, layout)
+    assert bool(refused) == (tp > 1), "(3, 1, 2) is one: a third query head, and one key head for two ranks"
