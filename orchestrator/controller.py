@@ -94,7 +94,10 @@ class Controller:
             return
         self._schema = schema
         self._survival = Survival(schema, self._nodes, self._saver.directory, self._ledger)
-        source = self._survival.first()
+        try:
+            source = self._survival.first()
+        except StateLost as lost:
+            raise JobFailed(str(lost)) from None
         self.step = source.step
         while not self._config.training.is_over(source.step, source.tokens):
             upcoming = self._replan(source)

@@ -49,7 +49,7 @@ def event_line(event: dict[str, Any]) -> str | None:
         case "start_failed":
             return f"{event['what']} failed to start: {_short(event['cause'])}"
         case "checkpoint_damaged":
-            return f"left out a damaged checkpoint: {event['cause']}"
+            return f"left out, since it is damaged: {event['cause']}"
         case "checkpoint_skipped":
             return f"the checkpoint of step {event['step']} was left out: {_short(event['cause'])}"
         case "checkpoint_failed":

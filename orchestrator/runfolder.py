@@ -130,7 +130,7 @@ class RunFolder:
         if differing:
             raise RunRefused(
                 f"run {self.name!r} holds another job, which differs in {', '.join(differing)}; choose a new run.name, "
-                "or put these back (with --resume only run, scaling, groups, layout and tuning keys may change)"
+                "or put these back (docs/configuration.md marks the keys that may change with t)"
             )
 
     @property

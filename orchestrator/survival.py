@@ -8,6 +8,7 @@ from typing import Any
 from checkpointing.cover import StateLost, may_replace_others, newest_complete, tolerance
 from checkpointing.decoded import with_decoded
 from checkpointing.durable import checkpoint_holdings, newest_verified
+from checkpointing.publish import list_checkpoints
 from checkpointing.schema import Schema
 from checkpointing.transfer import Holding
 from orchestrator.generation import LAST_CALL_S, take_inventory
@@ -32,9 +33,16 @@ class Survival:
         self._unusable.add(key)
 
     def first(self) -> Source:
-        """Fresh weights, or the newest verified checkpoint when the run's folder has one."""
+        """Fresh weights, or the newest verified checkpoint when the run's folder has any. Raises StateLost when it has
+        some and none is whole: what was trained must not be trained anew without a word.
+        """
         source = self._durable()
         if source is None:
+            if list_checkpoints(self._directory):
+                raise StateLost(
+                    f"no checkpoint in {self._directory} is whole, so the run cannot go on; put one back, move them "
+                    "away to begin again at step 1, or choose a new run.name"
+                )
             return Source.fresh()
         self._ledger.event("resumed", step=source.step)
         return source

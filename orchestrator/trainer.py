@@ -135,7 +135,8 @@ class ElasticTrainer:
                         ledger.event("failed", cause=str(failure))
                     ledger.event("ended", status=status, step=controller.step)
                 callbacks.finish(last)
-                return JobEnd(folder.url, status, last, tuple(ledger.incidents), error)
+                reached = last or _line_of(folder, controller.step)
+                return JobEnd(folder.url, status, reached, tuple(ledger.incidents), error)
         except LeaseLost as lost:
             # The run's files are the other driver's now; nothing more is written.
             return JobEnd(folder.url, status, last, tuple(ledger.incidents), JobFailed(str(lost)))
@@ -150,6 +151,11 @@ class ElasticTrainer:
         build = find_build(model, self._folders) if isinstance(model, str) else model
         send_by_value(build)
         return build
+
+
+def _line_of(folder: RunFolder, step: int) -> dict[str, Any]:
+    """What an earlier driver wrote of ``step``: where a run stands whose driver made no step itself."""
+    return next((line for line in folder.read_metrics() if line["step"] == step), {})
 
 
 def _layouts(config: JobConfig, model: Any) -> tuple[tuple[Layout, ...] | None, Callable[[Layout], bool]]:

@@ -43,7 +43,7 @@ class TrainingConfig(Section):
 
     max_steps: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    max_time_s: float | None = Field(None, gt=0)
+    max_time_s: float | None = Field(None, gt=0, description="of this driver, its start included")
     global_batch_rows: int = Field(16, ge=1, description="rows (sequences) per step over all workers")
     micro_batch_rows: int = Field(2, ge=1, description="rows per forward pass of one data rank")
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"

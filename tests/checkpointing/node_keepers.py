@@ -84,7 +84,7 @@ class Nodes:
             arena, slot = Arena.attach(address), step % 2
             with arena.writing(slot) as buffer:
                 records = write_snapshot(buffer, state)
-            snapshot = Snapshot(generation, step, rank, str(layout), records, {"cursor": [0, step]})
+            snapshot = Snapshot(generation, step, rank, str(layout), records, {"cursor": [0, step], "tokens": step})
             self.keepers[node].protect(snapshot, slot, durable)
             self.arenas[rank] = arena
             self.held += [(where, piece) for piece in state for where in (node, buddy) if where is not None]
@@ -138,6 +138,7 @@ def save_checkpoint(
         state = random_reference(schema, step) if reference is None else reference
         nodes.protect(schema, state, layout, placement, step=step, durable=True)
         holdings = nodes.inventory(names)
+        sweep(directory)  # as a run's driver does
         attempt = begin(directory, step)
         files = []
         for node, shares in plan_shares(schema, holdings).items():
