@@ -20,7 +20,7 @@ _RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 
 @click.command(epilog="Example: python -m benchmarks recovery --quick")
 @click.argument("name", type=click.Choice(("all", *NAMES)))
-@click.option("--quick", is_flag=True, help="One short run of each figure: to see that it works, not to quote.")
+@click.option("--quick", is_flag=True, help="Few and short runs, some minutes: to see that it works, not to quote.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def main(name: str, quick: bool, as_json: bool) -> None:
     """Measure ours beside the alternatives; a ratio above 1 means that ours is better."""

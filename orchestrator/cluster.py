@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,11 @@ class RayNode:
 
 
 @contextlib.contextmanager
-def connect(address: str | None) -> Iterator[None]:
+def connect(address: str | None, say: Callable[[str], None] = lambda message: None) -> Iterator[None]:
     """Attach to ``address`` (or RAY_ADDRESS, or the job's own cluster); start a local cluster when there is none named.
 
-    A local cluster ends with this context. Raises ValueError with a sentence when the address does not answer or speaks
-    another version of Ray.
+    A local cluster ends with this context; that it starts, which takes seconds, is said. Raises ValueError with a
+    sentence when the address does not answer or speaks another version of Ray.
     """
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
     if wanted.startswith(("http://", "https://")):
@@ -52,6 +52,7 @@ def connect(address: str | None) -> Iterator[None]:
         )
     _refuse_dead(wanted)
     if wanted == "local":
+        say("starting Ray on this machine")
         with ray_files(), _initialised(wanted, include_dashboard=False):
             yield
     else:

@@ -96,6 +96,9 @@ class ElasticTrainer:
         callbacks = Callbacks(config.run.callbacks, RunContext(folder.name, config.run, config.group.scaling))
         last: dict[str, Any] = {}
 
+        def say(message: str) -> None:
+            on_step({"message": message})
+
         def note_step(line: dict[str, Any]) -> None:
             last.clear()
             last.update(line)
@@ -105,17 +108,17 @@ class ElasticTrainer:
         def note_event(line: dict[str, Any]) -> None:
             sentence = event_line(line)
             if sentence is not None:
-                on_step({"message": sentence})
+                say(sentence)
             callbacks.on_event(line)
 
         ledger = Ledger(folder, note_event)
         status: Any = "failed"
         error: JobFailed | None = None
         try:
-            with connect(address), stop.on_signals():  # in this order: Ray puts handlers of its own in place
+            with connect(address, say), stop.on_signals():  # in this order: Ray puts handlers of its own in place
                 nodes = Nodes(config.group.scaling, config.orphan_grace_s)
                 _check_resources(config, nodes)
-                on_step({"message": acquired.message})
+                say(acquired.message)
                 program = Program(model, job.optimizer, job.training, job.data.vocab_size, job.data.seq_len)
                 tokenizer = folder.keep_text("tokenizer.json", lambda: train_or_load(corpus, job.data.vocab_size))
                 rows, seed = job.training.global_batch_rows, job.training.seed

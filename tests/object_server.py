@@ -73,7 +73,14 @@ class ObjectServer:
         }
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(weed), "server", "-s3", "-filer", *(f"-{key}={value}" for key, value in options.items())],
+                [
+                    str(weed),
+                    f"-logdir={self._folder}",
+                    "server",
+                    "-s3",
+                    "-filer",
+                    *(f"-{key}={value}" for key, value in options.items()),
+                ],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "WEED_S3_SSE_KEY": "key of the tests"},

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ class Worker:
     """One device of one node. ``run(order)`` plays a rank; before and between orders it is a warm standby."""
 
     def __init__(self, device_index: int, num_threads: int) -> None:
+        # Only token_loss takes what a model returns, and out of place; FSDP2 warns whoever might do otherwise.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._device = Device.choose(device_index, num_threads)
         self._lock = threading.Lock()
         self._fenced_below = 0
