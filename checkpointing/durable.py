@@ -55,7 +55,7 @@ def commit(attempt: Attempt, schema: Schema, snapshot: Snapshot, files: Iterable
     """Turn a fully written ``attempt`` into a checkpoint; return its location. ``snapshot``: any rank's of the step.
 
     Raises StateLost when the files do not cover the schema, OSError when one is not there. When an intact checkpoint of
-    the step is there already, it stays and the attempt is dropped.
+    the step is there already, it stays and the attempt is dropped; that of an exclusive attempt with FileExistsError.
     """
     manifest = {
         "format": FORMAT,
@@ -72,7 +72,7 @@ def commit(attempt: Attempt, schema: Schema, snapshot: Snapshot, files: Iterable
     if missing:
         raise StateLost(describe_missing(snapshot.step, missing), missing)
     _check_files(attempt, manifest)
-    for there in list_checkpoints(attempt.directory):
+    for there in () if attempt.exclusive else list_checkpoints(attempt.directory):
         if step_of(there) == snapshot.step and not verify(there, deep=True):
             give_up(attempt)
             return there

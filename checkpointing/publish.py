@@ -3,11 +3,17 @@
 Local disk: an attempt is a hidden folder, synced and then renamed. Object storage has no rename: an attempt's files lie
 where they stay, under a prefix of their own inside the step's folder; a note beside the folders says that it is not (or
 no longer) a checkpoint; the manifest is created exclusively, then COMMITTED, then the note goes. Whoever finds a note
-finishes what it says. Only the run's one driver calls these functions.
+finishes what it says.
+
+Only a run's one driver calls ``sweep`` and ``remove``, since nobody can tell a live attempt from a dead one. Others
+(``planaria checkpoint reshard`` and ``import``) may write at the same time into the same folder: their attempts are
+``exclusive``, and of those of one step one becomes a checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import secrets
@@ -28,6 +34,7 @@ class Attempt:
     """A checkpoint of ``step`` that is being written. Its files go below ``url``; ``name`` is that below ``directory``.
 
     ``folder`` is the checkpoint's folder, "" as long as that is open; ``prefix`` comes before its files' names there.
+    ``made`` are local folders that were made for it, inner ones first; ``exclusive``: see ``begin``.
     """
 
     directory: str
@@ -35,23 +42,30 @@ class Attempt:
     name: str
     folder: str
     prefix: str
+    made: tuple[str, ...] = ()
+    exclusive: bool = False
 
     @property
     def url(self) -> str:
         return join(self.directory, self.name)
 
 
-def begin(directory: str, step: int) -> Attempt:
-    """An attempt at a checkpoint of ``step`` in ``directory`` (a run's ``checkpoints``). Removes what others left."""
-    sweep(directory)
+def begin(directory: str, step: int, *, exclusive: bool = False) -> Attempt:
+    """An attempt at a checkpoint of ``step`` in ``directory`` (a run's ``checkpoints``).
+
+    An ``exclusive`` one becomes the first checkpoint of its step in ``directory``, or none.
+    """
     storage, token = open_storage(directory), secrets.token_hex(4)
+    folder = f"step-{step:08d}" if exclusive else ""
     if isinstance(storage, LocalStorage):
         name = f".step-{step:08d}.{token}.tmp"
+        made = [str(path) for path in (storage.folder, *storage.folder.parents) if not path.exists()]
         (storage.folder / name / "data" / "optimizer").mkdir(parents=True)
-        return Attempt(directory, step, name, "", "")
-    folder = _free_folder(storage, step)
+        return Attempt(directory, step, name, folder, "", tuple(made), exclusive)
+    folder = folder or _free_folder(storage, step)
     storage.write(f"{_NOTES}/{folder}.{token}", b"")
-    return Attempt(directory, step, f"{folder}/attempt-{token}", folder, f"attempt-{token}/")
+    prefix = f"attempt-{token}"
+    return Attempt(directory, step, f"{folder}/{prefix}", folder, f"{prefix}/", exclusive=exclusive)
 
 
 def sweep(directory: str) -> None:
@@ -73,11 +87,14 @@ def sweep(directory: str) -> None:
 
 
 def give_up(attempt: Attempt) -> None:
-    """Remove what the attempt has written."""
+    """Remove what the attempt has written, and the folders made for it that nobody else uses by now."""
     storage = open_storage(attempt.directory)
     storage.remove_folder(attempt.name)
-    for note in _notes(storage, attempt):
+    for note in _notes(attempt):
         storage.remove(note)
+    with contextlib.suppress(OSError):  # not empty
+        for folder in attempt.made:
+            os.rmdir(folder)
 
 
 def publish(attempt: Attempt, manifest: bytes, mark: bytes) -> str:
@@ -91,14 +108,19 @@ def publish(attempt: Attempt, manifest: bytes, mark: bytes) -> str:
         storage.upload(f"{attempt.name}/{MARK}", [np.frombuffer(mark, np.uint8)])
         for folder in ("data/optimizer", "data", "."):
             _sync_folder(storage, f"{attempt.name}/{folder}")
-        folder = _free_folder(storage, attempt.step)
-        os.rename(storage.folder / attempt.name, storage.folder / folder)
+        folder = attempt.folder or _free_folder(storage, attempt.step)
+        try:
+            os.rename(storage.folder / attempt.name, storage.folder / folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise _overtaken(attempt, folder) from None
         _sync_folder(storage, ".")
         return join(attempt.directory, folder)
     if not storage.create(f"{attempt.folder}/{MANIFEST}", manifest):
-        raise FileExistsError(f"{join(attempt.directory, attempt.folder)} was written by another driver just now")
+        raise _overtaken(attempt, attempt.folder)
     storage.write(f"{attempt.folder}/{MARK}", mark)
-    for note in _notes(storage, attempt):
+    for note in _notes(attempt):
         storage.remove(note)
     return join(attempt.directory, attempt.folder)
 
@@ -152,9 +174,15 @@ def _is_marked(storage: Storage, folder: str) -> bool:
     return not {f"{folder}/{MANIFEST}", f"{folder}/{MARK}"}.isdisjoint(storage.names(folder))
 
 
-def _notes(storage: Storage, attempt: Attempt) -> list[str]:
+def _notes(attempt: Attempt) -> list[str]:
     token = attempt.name.rpartition("-")[2]
-    return [f"{_NOTES}/{attempt.folder}.{token}"] if attempt.folder else []
+    return [f"{_NOTES}/{attempt.folder}.{token}"] if attempt.prefix else []
+
+
+def _overtaken(attempt: Attempt, folder: str) -> FileExistsError:
+    return FileExistsError(
+        f"{join(attempt.directory, folder)} was written by somebody else just now, and stays as it is"
+    )
 
 
 def _sync_folder(storage: LocalStorage, name: str) -> None:

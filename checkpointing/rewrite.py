@@ -22,6 +22,7 @@ from checkpointing.transfer import Destination, Planner
 
 Read = Callable[[Sequence[Piece]], Sequence[np.ndarray]]
 _FILE_NBYTES = 256 << 20
+_MOST_RANKS = 4096  # to lay out so many takes minutes and gigabytes with a model of a thousand tensors
 
 
 def rewrite(checkpoint: str, directory: str, layout: Layout, file_nbytes: int = _FILE_NBYTES) -> str:
@@ -29,7 +30,7 @@ def rewrite(checkpoint: str, directory: str, layout: Layout, file_nbytes: int = 
 
     One file's worth of state is in memory at a time, or one box where that is larger. Raises ValueError for a layout
     that the model cannot have, a directory that has a checkpoint of the step, and a source that is not whole;
-    DigestMismatch or HoldingGone for a damaged one; OSError. Nothing is left in ``directory`` then.
+    DigestMismatch or HoldingGone for a damaged one; OSError. Nothing is left of it then.
     """
     manifest = read_manifest(checkpoint)
     schema, step = schema_from_json(manifest), manifest["step"]
@@ -47,9 +48,10 @@ def write_state(directory: str, schema: Schema, snapshot: Snapshot, read: Read, 
     """Write and commit a checkpoint in ``directory`` as the ranks of ``snapshot.layout`` would have; its location.
 
     ``snapshot`` says what the manifest is to say; its records are not looked at. ``read`` gives the bits of some boxes,
-    a file's worth at a time: C-contiguous arrays of their shapes. What ``read`` raises is raised, and nothing stays.
+    a file's worth at a time: C-contiguous arrays of their shapes. What ``read`` raises is raised, FileExistsError when
+    somebody else has written the step meanwhile, and nothing stays then.
     """
-    attempt = begin(directory, snapshot.step)
+    attempt = begin(directory, snapshot.step, exclusive=True)
     try:
         entries: list[dict[str, Any]] = []
         for shares in plan_shares(schema, live_holdings(schema, Layout.parse(snapshot.layout))).values():
@@ -64,6 +66,10 @@ def write_state(directory: str, schema: Schema, snapshot: Snapshot, read: Read, 
 
 
 def _check(schema: Schema, layout: Layout) -> None:
+    if layout.size > _MOST_RANKS:
+        raise ValueError(
+            f"layout {layout} has {layout.size} workers; a checkpoint is written for at most {_MOST_RANKS}"
+        )
     if layout.layers is not None and sum(layout.layers) != schema.num_layers:
         layers = sum(layout.layers)
         raise ValueError(f"layout {layout} deals out {layers} layers, but the checkpoint has {schema.num_layers}")

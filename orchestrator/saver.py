@@ -110,6 +110,7 @@ class Saver:
         for violation in wrong[:_NAMED]:
             self._ledger.event("state_inconsistent", step=step, cause=str(violation))
         shares = plan_shares(schema, state)
+        sweep(self.directory)
         attempt = begin(self.directory, step)
         writing = [
             keepers[node].write_durable.remote(step, generation, attempt.url, share, self._max_bytes_per_s)

@@ -14,7 +14,7 @@ from checkpointing.holding import Holding, ReadRequest
 from checkpointing.keeper import Call, Keeper, Sending
 from checkpointing.layout import Layout
 from checkpointing.load import KeeperReads, load_state
-from checkpointing.publish import begin
+from checkpointing.publish import begin, sweep
 from checkpointing.redundancy import Protection, Send
 from checkpointing.schema import Piece, Schema, TensorSpec, pieces
 from checkpointing.shares import plan_shares

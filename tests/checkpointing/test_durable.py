@@ -161,6 +161,7 @@ def test_an_incomplete_attempt_is_not_committed_and_cleaned_away(place: Place) -
     with pytest.raises(DigestMismatch, match="primary of rank 1 on node b"):
         nodes.keepers["b"].write_durable(1, 1, attempt.url, shares["b"])
     assert list_checkpoints(directory) == []
+    sweep(directory)
     other = begin(directory, 2)
     open_storage(other.url).write("data/half", b"half")
     assert all("step-00000002" in name for name in open_storage(directory).sizes(""))
@@ -187,7 +188,7 @@ def test_the_manifest_is_plain_json_with_a_format(place: Place) -> None:
     assert storage.url.partition("?")[0].endswith("/step-00001200")
     manifest = json.loads(storage.read("manifest.json") or b"")
     assert (manifest["format"], manifest["step"], manifest["layout"]) == (1, 1200, "pp2·dp2·tp2")
-    assert manifest["meta"] == {"cursor": [0, 1200]}
+    assert manifest["meta"] == {"cursor": [0, 1200], "tokens": 1200}
     storage.write("manifest.json", text := json.dumps({**manifest, "format": 9}).encode())
     storage.write("COMMITTED", durable._mark(text))
     with pytest.raises(ValueError, match="format 9 is not known; this version reads 1"):
