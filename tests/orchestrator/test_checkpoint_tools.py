@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import tracemalloc
+import warnings
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +109,101 @@ def test_nan_and_signed_zero_are_compared_by_bits_unless_values_are_asked_for(tm
     theirs["embed.weight"][0, :2] = (-np.nan, -0.0)
     a, b = save(tmp_path / "a", Layout(), ours), save(tmp_path / "b", Layout(dp=2), theirs)
     (found,) = differences(a, b, None)
-    assert (found.num_differing, found.largest, found.first) == (2, 0.0, (0, 0))
+    assert (found.num_differing, found.largest, found.num_not_finite, found.first) == (2, 0.0, 1, (0, 0))
     assert list(differences(a, b, 0.0)) == []
+
+
+def one_tensor(folder: Path, array: np.ndarray) -> str:
+    schema = Schema((TensorSpec("w", array.shape, array.dtype.name, None, "all", fsdp_dims=()),), 1)
+    return save(folder, Layout(), {"w": array}, schema)
+
+
+INTEGERS = [-(2**63), -(2**53) - 1, -1, 0, 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    dtype=st.sampled_from(["int64", "uint64", "int8"]),
+    pairs=st.lists(st.tuples(st.sampled_from(INTEGERS), st.sampled_from([-1, 0, 1, None])), min_size=1, max_size=6),
+    rtol=st.sampled_from([0.0, 1e-20, 1e-3, 0.5, 2.0]),
+)
+def test_integers_are_compared_exactly(
+    tmp_path_factory: pytest.TempPathFactory, dtype: str, pairs: list[tuple[int, int | None]], rtol: float
+) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    ours = [min(max(x, least), most) for x, _ in pairs]
+    theirs = [min(max(-x if by is None else x + by, least), most) for x, (_, by) in zip(ours, pairs, strict=True)]
+    apart = [abs(x - y) for x, y in zip(ours, theirs, strict=True)]
+    for given_rtol in (None, rtol):
+        differing = [d for d, y in zip(apart, theirs, strict=True) if d > Fraction(given_rtol or 0) * abs(y)]
+        folder = tmp_path_factory.mktemp("ints")
+        a, b = (one_tensor(folder / n, np.array(x, dtype)) for n, x in (("a", ours), ("b", theirs)))
+        found = list(differences(a, b, given_rtol))
+        assert [(f.num_differing, f.largest) for f in found] == [(len(differing), max(differing, default=0))] * bool(
+            differing
+        )
+
+
+def test_neighbours_beyond_float64_differ_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (one_tensor(tmp_path / str(i), np.array([2**53 + i], np.int64)) for i in (0, 1))
+    assert main(["checkpoint", "diff", a, b, "--allclose", "0"]) == 1
+    assert "1 of 1 elements differ, by at most 1, first at [0]" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", a, b, "--allclose", "1e-15"]) == 0
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("rtol", [[], ["--allclose", "0.1"]])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "largest", "num_not_finite"),
+    [
+        ([1.0], [NAN], None, 1),
+        ([1.0, 1.0], [INF, 2.0], 1.0, 1),
+        ([INF], [-INF], None, 1),
+        ([1e308], [-1e308], None, 0),
+        ([1.0, NAN, INF], [3.0, NAN, INF], 2.0, 0),
+    ],
+)
+def test_what_is_not_finite_is_said_and_is_json(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ours: list[float],
+    theirs: list[float],
+    largest: float | None,
+    num_not_finite: int,
+    rtol: list[str],
+) -> None:
+    a, b = one_tensor(tmp_path / "a", np.array(ours)), one_tensor(tmp_path / "b", np.array(theirs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["checkpoint", "diff", a, b, "--json", *rtol]) == 1
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["differing"]
+    assert (found["largest"], found["num_not_finite"]) == (largest, num_not_finite)
+    assert main(["checkpoint", "diff", a, b, *rtol]) == 1
+    said = capsys.readouterr().out
+    assert ("by at most" in said) == (largest is not None)
+    assert ("1 of them NaN or infinite on a side" in said) == (num_not_finite == 1)
+
+
+@pytest.mark.parametrize("rtol", ["nan", "inf", "-1"])
+def test_a_tolerance_is_a_finite_number(tmp_path: Path, rtol: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "diff", "a", "b", "--allclose", rtol]) == 2
+    assert "--allclose" in capsys.readouterr().err
+
+
+def test_many_files_are_compared_with_few_open(tmp_path: Path) -> None:
+    wide = Schema((TensorSpec("w", (600,), "float32", None, "all"),), 1)
+    source = save(tmp_path / "a", Layout(), random_reference(wide, 1), wide)
+    made = rewrite(source, str(tmp_path / "b"), Layout(dp=300), file_nbytes=1)
+    assert len(list(Path(made).rglob("*.safetensors"))) == 300
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, before[1]))
+    try:
+        assert list(differences(made, made, None)) == []
+        assert durable.verify(rewrite(made, str(tmp_path / "c"), Layout(dp=2)), deep=True) == ()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_other_shapes_and_missing_tensors_are_differences(tmp_path: Path) -> None:
@@ -160,7 +257,7 @@ def test_a_damaged_source_is_named_and_nothing_is_left(tmp_path: Path, capsys: p
     file.write_bytes(data)
     assert main(["checkpoint", "reshard", source, str(tmp_path / "b"), "--layout", "dp2"]) == 2
     assert f"is damaged in the file {file}" in capsys.readouterr().err
-    assert not list((tmp_path / "b").iterdir())
+    assert not (tmp_path / "b").exists()
     assert main(["checkpoint", "diff", source, source]) == 2
     assert main(["checkpoint", "diff", str(tmp_path), source]) == 2
 
