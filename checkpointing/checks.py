@@ -91,8 +91,9 @@ def _overlaps(held: Mapping[Piece, Sequence[Holding]], specs: Mapping[str, Tenso
         for overlapping in known[key]:
             named = [box._replace(name=name) for box in overlapping]
             others = " and ".join(map(describe, named[1:]))
-            holders = [holding for box in named for holding in held[box]]
-            yield _violation("overlap", named[0], holders, f"overlaps {others} of the same layout")
+            by_box = " against ".join(_names(held[box]) for box in named)
+            sentence = f"{describe(named[0])} overlaps {others} of the same layout ({by_box})"
+            yield Violation("overlap", named[0], tuple(h for box in named for h in held[box]), sentence)
 
 
 def _is_inside(box: Piece, shape: tuple[int, ...]) -> bool:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 AXES = ("pp", "r", "dp", "cp", "tp")  # of the dense mesh: rank = (((pp * R + r) * D + dp) * C + cp) * T + tp
 _TOKENS = ("pp", "v", "r", "dp", "cp", "tp", "ep", "etp")
-_TOKEN = re.compile(r"([a-z]+)(\d+)(?::(\d+(?:\+\d+)*))?")
+_TOKEN = re.compile(r"([a-z]+)([0-9]+)(?::([0-9]+(?:\+[0-9]+)*))?")
+_MOST_DIGITS = 9  # of a number; what is longer is a slip of the hand
 
 
 @dataclass(frozen=True, order=True)
@@ -84,6 +85,9 @@ class Layout:
         """
         sizes: dict[str, int] = {}
         layers = None
+        too_long = re.search(rf"[0-9]{{{_MOST_DIGITS + 1},}}", text)
+        if too_long is not None:
+            raise ValueError(f"layout: {too_long[0][:_MOST_DIGITS]}… is too large a number ({len(too_long[0])} digits)")
         if text.strip() == "1":
             return cls()
         for token in re.split(r"[·.]", text.strip()):

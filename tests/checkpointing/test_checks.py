@@ -63,7 +63,7 @@ def test_a_whole_state_has_none_also_of_groups_that_cut_differently() -> None:
             lambda r: [replace(r[0], piece=Piece("w", (0, 0), (4, 4)), nbytes=64), *r[1:]],
             "overlap",
             "w[0:4, 0:4] overlaps w[0:4, 3:6] of the same layout "
-            "(primary of rank 0 on node n0, primary of rank 1 on node n1)",
+            "(primary of rank 0 on node n0 against primary of rank 1 on node n1)",
         ),
         (
             2,
@@ -94,6 +94,17 @@ def test_each_is_named(rank: int, change: Callable, kind: str, sentence: str) ->
     assert (held[rank] in violation.holders) == (kind != "missing")
     others = {v.kind for v in found.values()} - {kind}
     assert others <= {"missing"}, "what is outside of its tensor leaves a gap in it"
+
+
+def test_an_overlap_names_holders_of_each_box() -> None:
+    """Many replicas hold the good box; the culprit comes last."""
+    held = changed(
+        holdings("r6·dp2"), 11, lambda r: [replace(r[0], piece=Piece("w", (3, 0), (5, 6)), nbytes=120), *r[1:]]
+    )
+    (sentence,) = [str(v) for v in violations(SCHEMA, held) if v.kind == "overlap" and "w[0:4" in str(v)]
+    assert (
+        "primary of rank 0 on node n0" in sentence and "and 2 more against primary of rank 11 on node n11" in sentence
+    )
 
 
 def test_boxes_of_a_volume_that_is_right_do_not_hide_a_gap() -> None:

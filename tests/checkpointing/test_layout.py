@@ -49,6 +49,9 @@ def test_what_texts_mean(text: str, layout: Layout) -> None:
         ("dp2·", "'' is not an axis with a size"),
         ("dp2·dp3", "axis 'dp' is given twice"),
         ("dp0", "the size of axis 'dp' must be at least 1"),
+        ("dp\u0662", "is not an axis with a size"),
+        ("dp\uff12", "is not an axis with a size"),
+        ("pp2:3+\u0664", "is not an axis with a size"),
         ("xp2", "unknown axis 'xp'; the axes are pp, v, r, dp, cp, tp, ep and etp"),
         ("dp2:3+4", "'dp2:3+4' gives layers per stage, which only pp takes"),
         ("pp3:3+4", "gives the layers of 2 stages, but pp*v is 3"),
@@ -59,6 +62,13 @@ def test_what_is_no_layout_is_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ValueError) as error:
         Layout.parse(text)
     assert str(error.value).startswith(f"layout {text!r}: ") and sentence in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["dp" + "9" * 5000, "pp1:" + "9" * 5000, "dp1000000000"])
+def test_what_is_too_large_for_a_layout(text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Layout.parse(text)
+    assert "is too large a number" in str(error.value) and len(str(error.value)) < 100
 
 
 @given(layouts())
