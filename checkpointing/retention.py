@@ -13,7 +13,7 @@ from typing import Any
 from checkpointing.config import CheckpointConfig, KeepRule
 from checkpointing.durable import newest_verified, verify
 from checkpointing.publish import list_checkpoints, remove, step_of
-from checkpointing.storage import join, open_storage, split
+from checkpointing.storage import LocalStorage, join, open_storage, split
 
 Metrics = Callable[[], Mapping[int, Mapping[str, Any]]]  # step -> its line of metrics.jsonl
 _READERS = "readers"
@@ -72,30 +72,42 @@ def reading(checkpoint: str) -> Iterator[None]:
 
     Who may only read leaves no mark, and so has no such promise.
     """
+    place = open_storage(checkpoint)
+    if isinstance(place, LocalStorage):
+        checkpoint = str(place.folder.resolve())  # retention does not know the links that lead to it
     directory, folder = split(checkpoint)
     storage, name = open_storage(directory), f"{_READERS}/{folder}.{secrets.token_hex(4)}.json"
     over = threading.Event()
 
-    def mark() -> None:
-        storage.write(name, json.dumps({"format": 1, "until": time.time() + _READER_LASTS_S}).encode())
+    def mark() -> bool:
+        text = json.dumps({"format": 1, "until": time.time() + _READER_LASTS_S}).encode()
+        for _ in range(3):
+            try:
+                storage.write(name, text)
+                return True
+            except FileNotFoundError:  # another reader was through, and took the empty folder with it
+                continue
+            except OSError:
+                return False
+        return False
 
     def renew() -> None:
         while not over.wait(_READER_LASTS_S / 3):
             mark()
 
-    try:
-        mark()
-    except OSError:
-        yield
-        return
     renewal = threading.Thread(target=renew, name="reading", daemon=True)
-    renewal.start()
+    marked = False
     try:
+        marked = mark()
+        if marked:
+            renewal.start()
         yield
     finally:
         over.set()
-        renewal.join()
-        storage.remove(name)
+        if renewal.ident is not None:
+            renewal.join()
+        if marked:
+            storage.remove(name)
 
 
 def _being_read(directory: str) -> set[str]:

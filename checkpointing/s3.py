@@ -25,6 +25,7 @@ _PART_NBYTES = 16 << 20  # S3 takes none below 5 MiB but the last
 _PARTS_FROM_NBYTES = _PART_NBYTES  # smaller files are one request
 _MOST_PARTS = 10_000
 _MOST_TRIES = 8
+_FIRST_ANSWER_S = 3
 _PARTS_AT_ONCE = 4  # of one file; so many parts are in memory beside the state
 _UPLOAD_NOTE = ".upload"  # name + this holds the id of an unfinished multipart upload of ``name``
 _MOST_DELETED_AT_ONCE = 1000
@@ -47,6 +48,25 @@ def _client(region: str | None, endpoint: str | None) -> Any:
         max_pool_connections=32,
     )
     return boto3.session.Session().client("s3", region_name=region, endpoint_url=endpoint, config=config)
+
+
+@lru_cache
+def _check_reachable(region: str | None, endpoint: str | None, bucket: str) -> None:
+    """Ask once, without another try. Raises OSError when nothing listens, TimeoutError when there is no answer yet."""
+    import boto3
+    from botocore import exceptions
+    from botocore.config import Config
+
+    config = Config(retries={"total_max_attempts": 1}, connect_timeout=_FIRST_ANSWER_S, read_timeout=_FIRST_ANSWER_S)
+    client = boto3.session.Session().client("s3", region_name=region, endpoint_url=endpoint, config=config)
+    try:
+        client.head_bucket(Bucket=bucket)
+    except (exceptions.EndpointConnectionError, exceptions.ProxyConnectionError) as error:
+        raise OSError(errno.ECONNREFUSED, " ".join(str(error).split()), f"s3://{bucket}") from None
+    except (exceptions.ConnectTimeoutError, exceptions.ReadTimeoutError, exceptions.ConnectionClosedError):
+        raise TimeoutError(f"waiting for {client.meta.endpoint_url}, which does not answer yet") from None
+    except (exceptions.BotoCoreError, exceptions.ClientError):
+        return  # it answers; or there is something else, which whoever comes next finds out
 
 
 class S3Storage:
@@ -199,6 +219,10 @@ class S3Storage:
             self._s3.abort_multipart_upload(**self._at(name), UploadId=upload_id)
         except (BotoCoreError, ClientError):
             return  # it is over already; or the store is away, and whoever sweeps finds the note
+
+    def check_reachable(self) -> None:
+        """See ``storage.check_reachable``."""
+        _check_reachable(self._region, self._endpoint, self._bucket)
 
     @property
     def _s3(self) -> Any:

@@ -6,12 +6,13 @@ seen whole or not at all, and ``create`` has one winner.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import psutil
@@ -75,15 +76,17 @@ class Storage(Protocol):
 
 
 def open_storage(url: str) -> Storage:
-    """``url`` is a path (made absolute), s3://bucket/prefix, file://… or a URI that pyarrow.fs understands.
+    """``url`` is a path (made absolute), s3://bucket/prefix, file:///… or a URI that pyarrow.fs understands.
 
     Raises ValueError with a sentence otherwise.
     """
-    scheme = urlsplit(url).scheme
+    if not url.strip():
+        raise ValueError("a location is empty; write a path, or a URI like s3://bucket/prefix")
     if "://" not in url:
-        return LocalStorage(Path(url).expanduser().absolute())
+        return LocalStorage(_expanded(url).absolute())
+    scheme = urlsplit(url).scheme
     if scheme == "file":
-        return LocalStorage(Path(urlsplit(url).path))
+        return LocalStorage(_path_of(url))
     if scheme == "s3":
         from checkpointing.s3 import S3Storage
 
@@ -91,6 +94,36 @@ def open_storage(url: str) -> Storage:
     from checkpointing.arrow_storage import open_arrow_storage
 
     return open_arrow_storage(url)
+
+
+def check_reachable(url: str) -> None:
+    """For a command's first contact: OSError at once when nothing listens at an S3 store, TimeoutError when it does not
+    answer within some seconds. What comes later is tried again for about a minute before it fails."""
+    if url.lower().startswith("s3://"):
+        from checkpointing.s3 import S3Storage
+
+        S3Storage(url).check_reachable()
+
+
+def _expanded(path: str) -> Path:
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"{path!r}: there is no user {user[1:]!r}; write ./{user} for a folder of that name")
+    return Path(expanded)
+
+
+def _path_of(url: str) -> Path:
+    """The path that a ``file://`` URI means."""
+    parts = urlsplit(url)
+    if parts.netloc or not parts.path.startswith("/"):
+        raise ValueError(f"{url!r} is not file:// with an absolute path; write file:///folder, or just a path")
+    if "?" in url or "#" in url:
+        raise ValueError(f"{url!r} has a '?' or '#', which a URI's path must not; write %3F or %23, or just a path")
+    path = unquote(parts.path, errors="surrogateescape")
+    if "\0" in path:
+        raise ValueError(f"{url!r} has a zero byte, which no path has")
+    return Path(path)
 
 
 def join(url: str, *names: str) -> str:
@@ -103,6 +136,8 @@ def split(url: str) -> tuple[str, str]:
     """The inverse of ``join`` for one name: (location of the folder, name)."""
     base, query, options = url.partition("?") if "://" in url else (url, "", "")
     parent, _, name = base.rstrip("/").rpartition("/")
+    if parent.endswith("://"):  # file:///name
+        parent += "/"
     return (parent or ("/" if base.startswith("/") else ".")) + query + options, name
 
 
@@ -178,7 +213,11 @@ class LocalStorage:
         return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in found if path.is_file()}
 
     def remove(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        if path.parent != self.folder:
+            with contextlib.suppress(OSError):  # as in object storage, a folder is there while something is in it
+                path.parent.rmdir()
 
     def remove_folder(self, folder: str) -> None:
         shutil.rmtree(self.folder / folder, ignore_errors=True)

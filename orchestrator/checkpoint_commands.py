@@ -5,7 +5,15 @@ from __future__ import annotations
 import click
 
 from orchestrator.checkpoint_tools import add_tools
-from orchestrator.cli_parts import as_json, checkpoints_of, newest_checkpoint, open_run, print_json, step_option
+from orchestrator.cli_parts import (
+    as_json,
+    checkpoints_of,
+    named_checkpoints,
+    newest_checkpoint,
+    open_run,
+    print_json,
+    step_option,
+)
 from orchestrator.interchange_commands import export_command, import_command
 
 
@@ -38,7 +46,7 @@ def list_command(run: str, as_json: bool) -> None:
 @step_option
 @as_json
 def show(run: str, step: int | None, as_json: bool) -> None:
-    """Show what one checkpoint of RUN holds."""
+    """Show what one checkpoint of RUN holds. RUN may also be RUN@STEP, or any checkpoint's folder."""
     from checkpointing.durable import read_manifest
 
     location = newest_checkpoint(run, step)
@@ -60,16 +68,17 @@ def show(run: str, step: int | None, as_json: bool) -> None:
 @click.option("--deep/--shallow", default=True, help="Read every byte (the default), or look at names and sizes only.")
 @as_json
 def verify(run: str, step: int | None, deep: bool, as_json: bool) -> int:
-    """Compare RUN's checkpoints with their digests; exit code 1 when one is damaged."""
+    """Compare RUN's checkpoints with their digests; exit code 1 when one is damaged.
+
+    RUN may also be RUN@STEP, or any checkpoint's folder.
+    """
     from checkpointing.durable import verify
     from checkpointing.retention import reading
 
     problems = {}
-    for location in checkpoints_of(run, step):
+    for location in named_checkpoints(run, step):
         with reading(location):
             problems[location] = list(verify(location, deep))
-    if not problems:
-        raise click.UsageError(f"run {run!r} has no checkpoint")
     if as_json:
         print_json(problems)
     else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import math
 from contextlib import ExitStack
 from dataclasses import asdict
 
 import click
 
-from orchestrator.cli_parts import as_json, fail, newest_checkpoint, open_run, print_json
+from orchestrator.cli_parts import as_json, fail, newest_checkpoint, open_run, print_json, reach
 
 
 def add_tools(group: click.Group) -> None:
@@ -22,7 +22,12 @@ def add_tools(group: click.Group) -> None:
 @click.argument("a")
 @click.argument("b")
 @click.option(
-    "--allclose", "rtol", type=click.FloatRange(0), metavar="RTOL", help="Equal is |a-b| <= RTOL*|b|, not bits."
+    "--allclose",
+    "rtol",
+    type=click.FloatRange(0),
+    callback=lambda _context, _option, value: _finite(value),
+    metavar="RTOL",
+    help="Equal is |a-b| <= RTOL*|b|, not bits.",
 )
 @as_json
 def diff(a: str, b: str, rtol: float | None, as_json: bool) -> int:
@@ -70,12 +75,12 @@ def reshard(src: str, dst: str, text: str, as_json: bool) -> int:
     from checkpointing.layout import Layout
     from checkpointing.retention import reading
     from checkpointing.rewrite import rewrite
-    from checkpointing.storage import open_storage, split
+    from checkpointing.storage import open_storage
 
-    layout, place = Layout.parse(text), find_checkpoint(src)
-    directory = open_storage(dst).url
-    if open_storage(split(directory)[0]).read("job.yaml") is not None:
-        raise click.UsageError(f"{dst} is in a run's folder, where only its driver writes; choose another one")
+    layout, directory = Layout.parse(text), open_storage(dst).url
+    place = find_checkpoint(src)
+    reach(directory)
+    refuse_kept(directory)
     try:
         with reading(place):
             made = rewrite(place, directory, layout)
@@ -114,13 +119,35 @@ def survive(run: str, lose: str, as_json: bool) -> int:
     return 0 if steps else 1
 
 
+def _finite(rtol: float | None) -> float | None:
+    if rtol is not None and not math.isfinite(rtol):
+        raise click.BadParameter(f"{rtol} is not a finite number.")
+    return rtol
+
+
 def find_checkpoint(text: str) -> str:
     """Location of the checkpoint that ``text`` names. Raises ValueError or click.UsageError when there is none."""
-    from checkpointing.publish import MANIFEST
-    from checkpointing.storage import open_storage
+    return newest_checkpoint(text)
 
-    at_step = re.fullmatch(r"(.+)@(\d+)", text)
-    if at_step is not None:
-        return newest_checkpoint(at_step[1], int(at_step[2]))
-    storage = open_storage(text)
-    return storage.url if storage.read(MANIFEST) is not None else newest_checkpoint(text, None)
+
+def refuse_kept(location: str) -> None:
+    """Raise click.UsageError when ``location``, to be written to, is in a run's folder or a checkpoint, by any path."""
+    from checkpointing.publish import MARK
+    from checkpointing.storage import LocalStorage, open_storage, split
+
+    storage = open_storage(location)
+    place = str(storage.folder.resolve()) if isinstance(storage, LocalStorage) else storage.url
+    while True:
+        storage = open_storage(place)
+        if storage.read(MARK) is not None:
+            raise click.UsageError(
+                f"{location} is in the checkpoint {place}, which stays as it is; choose another folder"
+            )
+        if storage.read("job.yaml") is not None and storage.names("lease"):  # a job's file alone makes no run
+            raise click.UsageError(
+                f"{location} is in the run's folder {place}, where only its driver writes; choose another one"
+            )
+        above, name = split(place)
+        if not name or above.partition("?")[0].endswith((":/", ":")):
+            return
+        place = above

@@ -5,14 +5,18 @@ What takes long to import is imported by the command that needs it.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import click
 
 from orchestrator.checkpoint_commands import checkpoint
-from orchestrator.cli_parts import as_json, fail, open_run, print_json
+from orchestrator.cli_parts import as_json, fail, open_run, print_json, reach
 from orchestrator.one_place import foreign_package
 
 _RESERVED = {
@@ -33,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem is not None:
         return fail(problem, code=2)
     try:
-        return cli.main(args=None if arguments is None else list(arguments), standalone_mode=False) or 0
+        with _terminated_as_interrupted():
+            return cli.main(args=None if arguments is None else list(arguments), standalone_mode=False) or 0
     except click.exceptions.Exit as request:
         return request.exit_code
     except click.ClickException as error:
@@ -46,6 +51,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(str(getattr(error, "cause", None) or error), code=2)
     except OSError as error:  # a full disk, a folder that went away: nothing that the input could have told
         return fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that it puts away what it has begun (only a main thread can)."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 @click.group(
@@ -87,6 +109,7 @@ def train(
         config = JobConfig.from_yaml(job, overrides)
     except OSError as error:
         raise click.UsageError(f"{job} cannot be read: {error.strerror}") from None
+    reach(config.run.storage_path)
     from orchestrator.progress import StepLines, end_line
     from orchestrator.trainer import ElasticTrainer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 import click
@@ -25,8 +26,24 @@ def open_run(run: str) -> Any:
     """The run in the folder ``run`` (a path or s3://…), or the run of that name under ./runs."""
     from orchestrator.runfolder import RunFolder
 
+    location = _location(run)
+    reach(location)
+    return RunFolder.open(location)
+
+
+def _location(run: str) -> str:
     is_name = "/" not in run and not os.path.isdir(run)
-    return RunFolder.open(os.path.join("runs", run) if is_name else run)
+    return os.path.join("runs", run) if is_name else run
+
+
+def reach(location: str) -> None:
+    """Before a command's first use of ``location``: OSError when nothing listens there, a line when it is silent."""
+    from checkpointing.storage import check_reachable
+
+    try:
+        check_reachable(location)
+    except TimeoutError as silence:
+        click.echo(f"planaria: {silence}", err=True)
 
 
 def checkpoints_of(run: str, step: int | None = None) -> list[str]:
@@ -39,9 +56,37 @@ def checkpoints_of(run: str, step: int | None = None) -> list[str]:
     return found
 
 
-def newest_checkpoint(run: str, step: int | None) -> str:
-    """RUN's newest checkpoint (of ``step``). Raises click.UsageError when there is none."""
-    found = checkpoints_of(run, step)
+def named_checkpoints(text: str, step: int | None) -> list[str]:
+    """Locations of what ``text`` names, oldest first: a checkpoint's folder (also outside of runs), RUN@STEP, or all of
+    RUN's (of ``step``). What exists under the whole text comes before RUN@STEP.
+
+    Raises click.UsageError or ValueError when there is none.
+    """
+    from checkpointing.publish import MANIFEST, MARK
+    from checkpointing.storage import open_storage
+
+    reach(text)
+    storage = open_storage(text)
+    if storage.read(MANIFEST) is not None or storage.read(MARK) is not None:
+        if step is not None:
+            raise click.UsageError(f"{text} is one checkpoint; --step is for a run")
+        return [storage.url]
+    at_step = re.fullmatch(r"(.+)@([0-9]{1,18})", text)
+    if at_step is not None and step is None and not _exists(_location(text)):
+        return checkpoints_of(at_step[1], int(at_step[2]))
+    found = checkpoints_of(text, step)
     if not found:
-        raise click.UsageError(f"run {run!r} has no checkpoint")
-    return found[-1]
+        raise click.UsageError(f"run {text!r} has no checkpoint")
+    return found
+
+
+def newest_checkpoint(text: str, step: int | None = None) -> str:
+    """The newest of ``named_checkpoints``."""
+    return named_checkpoints(text, step)[-1]
+
+
+def _exists(location: str) -> bool:
+    from checkpointing.storage import LocalStorage, open_storage
+
+    storage = open_storage(location)
+    return storage.folder.exists() if isinstance(storage, LocalStorage) else storage.read("job.yaml") is not None

@@ -115,6 +115,20 @@ def test_what_is_being_read_stays_until_the_reader_is_through_or_gone(
     assert not [name for name in open_storage(directory).sizes("") if not name.startswith("step-")]
 
 
+def test_a_reader_that_came_by_a_link_is_seen_and_leaves_no_folder(tmp_path: Path) -> None:
+    directory, keep_one = str(tmp_path / "run"), CheckpointConfig(num_to_keep=1)
+    first, _ = save(directory, 1), save(directory, 2)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link").symlink_to(first)
+    (tmp_path / "lnk").symlink_to(directory)
+    for place in (tmp_path / "elsewhere" / "link", tmp_path / "lnk" / Path(first).name):
+        with reading(str(place)), reading(first):
+            assert retain(directory, keep_one, no_metrics) == []
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["link"]
+    assert sorted(path.name for path in Path(directory).iterdir()) == ["step-00000001", "step-00000002"]
+    assert retain(directory, keep_one, no_metrics) == [first]
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("1 B", 1), ("200 MiB", 200 << 20), ("1.5GiB", 3 << 29), ("2 KiB", 2048), ("1 TiB", 1 << 40)]
 )

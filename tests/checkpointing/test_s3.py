@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 
 from checkpointing import s3
 from checkpointing.publish import begin, list_checkpoints, sweep
-from checkpointing.storage import open_storage, unpaced
+from checkpointing.storage import check_reachable, open_storage, unpaced
+from orchestrator.cli import main
+from orchestrator.cli_parts import reach
 from tests.object_server import ObjectServer
 
 PART = 5 << 20  # S3 takes no smaller ones
@@ -74,6 +77,30 @@ def test_a_store_may_stay_away_for_half_a_minute(object_server: ObjectServer, mo
             storage.read("large")
         assert len(waits) == s3._MOST_TRIES - 1 and sum(waits) > 30
     object_server.start()
+
+
+def test_a_command_does_not_wait_for_a_store_where_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(s3, "_FIRST_ANSWER_S", 0.2)
+    options = "scheme=http&region=us-east-1&endpoint_override=127.0.0.1"
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        url = f"s3://bucket/run?{options}:{port}"
+        for command in (["checkpoint", "verify", url], ["checkpoint", "diff", url, url], ["status", url]):
+            assert main(command) == 1
+            assert f'Could not connect to the endpoint URL: "http://127.0.0.1:{port}/' in capsys.readouterr().err
+        silent.listen()  # and never answers
+        with pytest.raises(TimeoutError, match=f"waiting for http://127.0.0.1:{port}, which does not answer yet"):
+            check_reachable(url)
+        reach(url)
+        assert capsys.readouterr().err == f"planaria: waiting for http://127.0.0.1:{port}, which does not answer yet\n"
+
+
+def test_a_store_that_refuses_is_reached(object_server: ObjectServer) -> None:
+    check_reachable(object_server.url("any"))
+    check_reachable(object_server.url("any").replace("s3://bucket/", "s3://no-such-bucket/"))
 
 
 def test_an_upload_that_fails_is_aborted_at_the_next_start(
