@@ -39,15 +39,15 @@ class OurRun:
 
 
 def run(quick: bool) -> list[Row]:
-    """Quick: one short run under dp2. In full: three runs of each layout, then two of eight workers."""
+    """Quick: one short run under dp2. In full: two runs of each layout, then of eight workers."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
-        bench = _Bench(Path(folder), steps=20 if quick else 30)
+        bench = _Bench(Path(folder), steps=20 if quick else 26)
         rows: list[Row] = []
         with local_cluster(num_nodes=2, cpus_per_node=1) as cluster:
             for layout in ("dp2",) if quick else ("dp2", "tp2", "pp2"):
-                rows += bench.against_torchrun(cluster, layout, 2, repeats=1 if quick else 3)
+                rows += bench.against_torchrun(cluster, layout, 2, repeats=1 if quick else 2)
             if not quick:
-                rows += bench.protection(cluster, "dp2", 2, repeats=3)
+                rows += bench.protection(cluster, "dp2", 2, repeats=2)
         if not quick:
             with local_cluster(num_nodes=4, cpus_per_node=2) as cluster:
                 rows += bench.against_torchrun(cluster, "dp2·tp2·pp2", 8, repeats=2)
