@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from checkpointing.live import stored_as
 from checkpointing.storage import Storage, open_storage
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = ("float16", "float32", "float64")
 _DTYPES = {stored: name for name, stored in SAFETENSORS_DTYPES.items()}
 _MOST_HEADER_NBYTES = 100 << 20  # safetensors' own limit
 
@@ -32,39 +34,101 @@ class SafetensorsFolder:
 
     def __init__(self, location: str) -> None:
         self._storage = open_storage(location)
-        index = self._storage.read(INDEX)
-        files = sorted(set(json.loads(index)["weight_map"].values())) if index is not None else [SINGLE]
+        self._location = self._storage.url
+        self._sizes = self._storage.sizes("")
         self.tensors: dict[str, Stored] = {}
         self._places: dict[str, tuple[str, int, int]] = {}
-        for file in files:
-            if "/" in file:
-                raise ValueError(f"{INDEX} in {location} names {file!r}, which is not in the same folder")
-            self._read_header(location, file)
-
-    def _read_header(self, location: str, file: str) -> None:
-        try:
-            length = int.from_bytes(self._storage.read_range(file, 0, 8).tobytes(), "little")
-            if length > _MOST_HEADER_NBYTES:
-                raise ValueError("its header is too long")
-            header = json.loads(self._storage.read_range(file, 8, length).tobytes())
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                start, stop = entry["data_offsets"]
-                self.tensors[name] = Stored(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-                self._places[name] = (file, 8 + length + start, stop - start)
-        except FileNotFoundError:
-            raise ValueError(f"{location} has no {file}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} in {location} is not a safetensors file: {error}") from None
+        index = self._read_index()
+        for file in [SINGLE] if index is None else sorted(set(index.values())):
+            for name, (stored, start, nbytes) in self._read_header(file).items():
+                if name in self.tensors or (index or {}).get(name, file) != file:
+                    raise ValueError(f"{file} in {self._location} holds {name}, which is another file's")
+                self.tensors[name], self._places[name] = stored, (file, start, nbytes)
+        for name, file in (index or {}).items():
+            if name not in self.tensors:
+                raise ValueError(f"{file} in {self._location} does not hold {name}, though {INDEX} says so")
 
     def read(self, name: str) -> np.ndarray:
         """The bits of a tensor. Raises ValueError when the file ends before it does."""
         file, start, nbytes = self._places[name]
         data = self._storage.read_range(file, start, nbytes)
         if data.nbytes != nbytes:
-            raise ValueError(f"{file} is cut off: {name} is not whole")
+            raise ValueError(f"{file} in {self._location} is cut off: {name} is not whole")
         return data.view(stored_as(self.tensors[name].dtype)).reshape(self.tensors[name].shape)
+
+    def _read_index(self) -> dict[str, str] | None:
+        """Tensor -> file; None when there is no index."""
+        text = self._storage.read(INDEX) if INDEX in self._sizes else None
+        if text is None:
+            return None
+        try:
+            index = _parsed(text).get("weight_map")
+            if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+                raise ValueError("its weight_map does not give each tensor a file")
+        except ValueError as error:
+            raise ValueError(f"{INDEX} in {self._location} is not an index: {error}") from None
+        for file in index.values():
+            if "/" in file:
+                raise ValueError(f"{INDEX} in {self._location} names {file!r}, which is not in the same folder")
+        return index
+
+    def _read_header(self, file: str) -> dict[str, tuple[Stored, int, int]]:
+        """Tensor -> what it is, where it begins in the file, and its bytes."""
+        if file not in self._sizes:
+            raise ValueError(f"{self._location} has no {file}")
+        size = self._sizes[file]
+        try:
+            length = int.from_bytes(self._storage.read_range(file, 0, 8).tobytes(), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER_NBYTES):
+                raise ValueError("its header is too long")
+            header = _parsed(self._storage.read_range(file, 8, length).tobytes())
+            return _placed(header, 8 + length, size)
+        except ValueError as error:
+            raise ValueError(f"{file} in {self._location} is not a safetensors file: {error}") from None
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("its JSON is not an object")
+    return found
+
+
+def _placed(header: Mapping[str, Any], start: int, size: int) -> dict[str, tuple[Stored, int, int]]:
+    """What a header says, checked as safetensors itself does: the tensors follow each other and fill the file. (Its own
+    check needs the whole file on a local disk.)
+
+    ``start``: where data begin in a file of ``size`` bytes.
+    """
+    found: dict[str, tuple[Stored, int, int]] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            stored = Stored(_counts(entry["shape"]), _DTYPES[entry["dtype"]])
+            first, end = _counts(entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"what it says of {name} is not a dtype that is known here, a shape and offsets") from None
+        if end - first != _nbytes(stored):
+            raise ValueError(f"{name} has {end - first} bytes, which {stored.dtype} {list(stored.shape)} has not")
+        found[name] = stored, start + first, end - first
+    place = start
+    for name, (_, first, nbytes) in sorted(found.items(), key=lambda item: item[1][1:]):
+        if first != place:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        place += nbytes
+    if place != size:
+        raise ValueError(f"it has {size} bytes instead of {place}")
+    return found
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise TypeError(values)
+    return tuple(values)
 
 
 def write_safetensors(
@@ -105,16 +169,27 @@ def _batches(tensors: Mapping[str, Stored], file_nbytes: int) -> list[list[str]]
 
 
 def _nbytes(stored: Stored) -> int:
-    return int(np.prod(stored.shape, dtype=np.int64)) * stored_as(stored.dtype).itemsize
+    return math.prod(stored.shape) * stored_as(stored.dtype).itemsize
 
 
-def convert(bits: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
-    """A tensor stored as ``dtype`` in another floating dtype. Raises ValueError for a pair that loses its meaning."""
+def can_convert(dtype: str, wanted: str) -> bool:
+    """Whether ``convert`` takes this pair: it would not lose the meaning of the tensor."""
+    return dtype == wanted or (dtype in ("bfloat16", *_FLOATS) and wanted in _FLOATS)
+
+
+def convert(bits: np.ndarray, dtype: str, wanted: str, name: str) -> np.ndarray:
+    """Tensor ``name``, stored as ``dtype``, in another floating dtype (see ``can_convert``).
+
+    Raises ValueError for a finite value that would become infinite.
+    """
+    assert can_convert(dtype, wanted), (name, dtype, wanted)
     if dtype == wanted:
         return bits
     if dtype == "bfloat16":  # the upper half of a float32
-        bits, dtype = (bits.astype(np.uint32) << 16).view(np.float32), "float32"
-    floats: Sequence[str] = ("float16", "float32", "float64")
-    if dtype not in floats or wanted not in floats:
-        raise ValueError(f"a tensor of {dtype} cannot become one of {wanted}")
-    return np.ascontiguousarray(bits.astype(wanted))
+        bits = np.left_shift(bits, 16, dtype=np.uint32, out=np.empty(bits.shape, np.uint32)).view(np.float32)
+    with np.errstate(over="ignore"):
+        converted = bits.astype(wanted, order="C")
+    lost = np.isinf(converted) & np.isfinite(bits)
+    if lost.any():
+        raise ValueError(f"{name} holds {float(bits[lost][0])}, which is too large for {wanted}")
+    return converted

@@ -65,6 +65,8 @@ def check_llama_config(config: Mapping[str, Any], model: DecoderConfig) -> None:
     Only what the shapes of the tensors do not tell.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"config.json does not describe the job's model: its RoPE is {rope!r}")
     theirs = {
         "model_type": config.get("model_type"),
         "hidden_act": config.get("hidden_act", "silu"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from orchestrator.checkpoint_tools import find_checkpoint
-from orchestrator.cli_parts import as_json, fail, print_json
+from orchestrator.checkpoint_tools import find_checkpoint, refuse_kept
+from orchestrator.cli_parts import as_json, fail, print_json, reach
 
 
 @click.command("export", epilog="Example: planaria checkpoint export runs/my-run@1200 exported")
@@ -24,17 +24,17 @@ def export_command(src: str, dst: str, as_json: bool) -> int:
     from orchestrator.interchange import export_hugging_face
     from orchestrator.runfolder import RunFolder
 
-    place = find_checkpoint(src)
+    target, place = open_storage(dst).url, find_checkpoint(src)
+    reach(target)
+    refuse_kept(target)
     folder = RunFolder.open(split(split(place)[0])[0])
     job, tokenizer = folder.read_job(), open_storage(folder.url).read("tokenizer.json")
     assert job is not None
     try:
         with reading(place):
-            files = export_hugging_face(place, job, dst)
+            files = export_hugging_face(place, job, dst, {} if tokenizer is None else {"tokenizer.json": tokenizer})
     except HoldingUnusable as damage:
         return fail(str(damage))
-    if tokenizer is not None:
-        open_storage(dst).write("tokenizer.json", tokenizer)
     if as_json:
         print_json({"path": dst, "source": place, "files": files})
     else:
@@ -71,9 +71,11 @@ def import_command(src: str, job: str, overrides: tuple[str, ...], as_json: bool
     if config.run.name is None:
         raise click.UsageError(f"{job} has no run.name, so 'planaria train' would not find what is imported")
     folder = RunFolder(config.run.storage_path, config.run.name)
+    reach(folder.url)
     directory = folder.location("checkpoints")
     if folder.read_job() is not None or list_checkpoints(directory):
         raise click.UsageError(f"there is a run in {folder.url} already; choose a new run.name")
+    reach(src)
     source = open_source(src)
     check_source(src, config)
     model = config.model

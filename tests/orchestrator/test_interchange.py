@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from checkpointing.layout import Layout
 from checkpointing.publish import list_checkpoints
@@ -22,6 +26,7 @@ from checkpointing.rewrite import WholeTensors
 from checkpointing.schema import Schema
 from orchestrator.cli import main
 from orchestrator.config import JobConfig
+from orchestrator.own_model import find_build
 from orchestrator.runfolder import RunFolder
 from tests.checkpointing.node_keepers import Reference, save_checkpoint
 from workers.config import DecoderConfig
@@ -164,6 +169,126 @@ def test_a_dcp_checkpoint_is_imported_with_its_optimizer(tmp_path: Path, prefix:
             assert found[f"{key}/{name}"].tobytes() == value.numpy().tobytes()
 
 
+OWN_MODEL = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, vocab_size, tied):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 4)
+        self.block = nn.ModuleDict({"lin": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+        self.norm = nn.LayerNorm(4)
+        self.output = nn.Linear(4, vocab_size, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.output(self.norm(self.block["norm"](self.block["lin"](self.embedding(x)))))
+
+def untied(vocab_size, seq_len):
+    return Model(vocab_size, False)
+
+def tied(vocab_size, seq_len):
+    return Model(vocab_size, True)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[nn.Module, torch.optim.Optimizer, str]:
+    """A module of one's own (the test's parameter ``own``: "tied" or "untied") after a step, and a job with it."""
+    (tmp_path / "their_model.py").write_text(OWN_MODEL)
+    model = find_build(f"their_model:{request.param}", [tmp_path])(VOCAB, SEQ)
+    optimizer = build_optimizer(job(tmp_path, "x").optimizer, model.parameters())
+    model(tokens()).square().sum().backward()
+    optimizer.step()
+    return model, optimizer, job_file(tmp_path, "new", model=f"their_model:{request.param}")
+
+
+def save_dcp(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    parameters, states = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optim": states}, checkpoint_id=folder, no_dist=True)
+    return str(folder)
+
+
+@pytest.mark.parametrize("own", ["untied", "tied"], indirect=True)
+def test_each_parameter_of_ones_own_module_gets_its_own_state(
+    own: tuple[nn.Module, torch.optim.Optimizer, str], tmp_path: Path
+) -> None:
+    model, optimizer, config = own
+    assert main(["checkpoint", "import", save_dcp(tmp_path / "theirs", model, optimizer), config]) == 0
+    expected = {}
+    for name, parameter in model.named_parameters():
+        expected[name] = parameter.detach().numpy().tobytes()
+        for state, value in optimizer.state[parameter].items():
+            expected[f"{state}/{name}"] = value.numpy().tobytes()
+    assert {name: array.tobytes() for name, array in imported(tmp_path, "new").items()} == expected
+
+
+@pytest.mark.parametrize("own", ["tied"], indirect=True)
+@pytest.mark.parametrize("kept", [["embedding.weight"], ["output.weight"], ["embedding.weight", "output.weight"]])
+def test_a_tied_weight_is_imported_under_either_name_unless_they_differ(
+    own: tuple[nn.Module, torch.optim.Optimizer, str],
+    kept: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, _, config = own
+    tensors = {name: t.clone() for name, t in model.state_dict().items() if "." in name.removesuffix(".weight")}
+    tensors |= {name: model.state_dict()[name].clone() for name in ("norm.weight", "norm.bias", *kept)}
+    (tmp_path / "theirs").mkdir()
+    if len(kept) == 2:
+        save_file(tensors | {kept[1]: tensors[kept[1]] + 1}, tmp_path / "theirs" / "model.safetensors")
+        assert main(["checkpoint", "import", str(tmp_path / "theirs"), config]) == 2
+        sentence = "embedding.weight and output.weight are one tensor in the job's model, but differ in the source"
+        assert sentence in capsys.readouterr().err and not (tmp_path / "new").exists()
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    assert main(["checkpoint", "import", str(tmp_path / "theirs"), config]) == 0
+    found = imported(tmp_path, "new")
+    for name, parameter in model.named_parameters():
+        assert found[name].tobytes() == parameter.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("own", ["untied"], indirect=True)
+def test_nothing_is_left_of_an_import_that_failed(
+    own: tuple[nn.Module, torch.optim.Optimizer, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer, config = own
+    source = save_dcp(tmp_path / "theirs", model, optimizer)
+    file = tmp_path / "theirs" / "__0_0.distcp"
+    content = file.read_bytes()
+    flipped = content.replace(model.norm.weight.detach().numpy().tobytes(), bytes(16))
+    assert flipped != content
+    large = {name: torch.full_like(tensor, 1e300, dtype=torch.float64) for name, tensor in model.state_dict().items()}
+    (tmp_path / "large").mkdir()
+    save_file(large, tmp_path / "large" / "model.safetensors")
+    for folder, data, sentence in [
+        (source, content[:-9], "is cut off"),
+        (source, flipped, "is damaged in"),
+        (str(tmp_path / "large"), content, "holds 1e+300, which is too large for float32"),
+    ]:
+        file.write_bytes(data)
+        assert main(["checkpoint", "import", folder, config]) == 2
+        assert sentence in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert main(["checkpoint", "import", source, config]) == 0
+
+
+def test_an_export_that_failed_leaves_nothing_and_can_be_made_again(
+    exported: tuple[Path, Reference], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "again")]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    there = sorted(tmp_path.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        assert main(command) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == there
+    assert main(command) == 0
+    files = {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in exported[0].iterdir()}
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.mkdir, ("was-here",)
@@ -208,14 +333,21 @@ def test_what_is_wrong_with_the_arguments(
     folder, new = str(exported[0]), job_file(tmp_path, "new")
     for arguments, sentence in [
         (["import", str(tmp_path / "none"), new], "has no model.safetensors"),
+        (["import", str(tmp_path / "exported" / "config.json"), new], "has no model.safetensors"),
         (["import", folder, str(tmp_path / "none.yaml")], "cannot be read"),
         (["import", folder, job_file(tmp_path, "run")], "already; choose a new run.name"),
         (["export", str(tmp_path / "run"), folder], "is not empty; choose a new folder"),
+        (["export", str(tmp_path / "run"), str(tmp_path / "run" / "in")], "is in the run's folder"),
         (["export", str(tmp_path / "none"), str(tmp_path / "e")], "there is no run in"),
     ]:
         assert main(["checkpoint", *arguments]) == 2, arguments
         error = capsys.readouterr().err
         assert sentence in error and "Traceback" not in error
+    for config in ("[", "[]", '{"rope_parameters": 1}'):
+        (tmp_path / "exported" / "config.json").write_text(config)
+        assert main(["checkpoint", "import", folder, new]) == 2
+        assert "config.json" in capsys.readouterr().err
+    (tmp_path / "exported" / "config.json").unlink()
     (tmp_path / "exported" / "model-00001-of-00001.safetensors").write_bytes(b"\1" * 30)
     assert main(["checkpoint", "import", folder, new]) == 2
     assert "is not a safetensors file" in capsys.readouterr().err
