@@ -107,7 +107,10 @@ class DcpFolder:
         except Exception as error:
             raise ValueError(f"{describe(part.box)} is damaged in {file.name}: {_brief(error)}") from None
         if damaged is not None:
-            raise ValueError(f"{describe(part.box)} is damaged in {file.name}: a checksum is wrong")
+            raise ValueError(
+                f"{describe(part.box)} is damaged in {file.name}: a checksum is wrong (or was left out when saved, "
+                "by torch.serialization.set_crc32_options)"
+            )
 
 
 def is_dcp_folder(folder: Path) -> bool:

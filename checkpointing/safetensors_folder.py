@@ -78,8 +78,8 @@ class SafetensorsFolder:
             raise ValueError(f"{self._location} has no {file}")
         size = self._sizes[file]
         try:
-            length = int.from_bytes(self._storage.read_range(file, 0, 8).tobytes(), "little")
-            if size < 8 or length > min(size - 8, _MOST_HEADER_NBYTES):
+            length = int.from_bytes(self._storage.read_range(file, 0, 8).tobytes(), "little") if size else 0
+            if length > min(size - 8, _MOST_HEADER_NBYTES):
                 raise ValueError("its header is too long")
             header = _parsed(self._storage.read_range(file, 8, length).tobytes())
             return _placed(header, 8 + length, size)
