@@ -19,7 +19,7 @@ from orchestrator.interchange_commands import export_command, import_command
 
 @click.group(epilog="Example: planaria checkpoint verify runs/my-run")
 def checkpoint() -> None:
-    """List, show, verify, compare, re-shard, export, import and thin out durable checkpoints."""
+    """Look after checkpoints. List, show, verify, compare, re-shard, export, import and thin them out."""
 
 
 add_tools(checkpoint)
@@ -68,7 +68,7 @@ def show(run: str, step: int | None, as_json: bool) -> None:
 @click.option("--deep/--shallow", default=True, help="Read every byte (the default), or look at names and sizes only.")
 @as_json
 def verify(run: str, step: int | None, deep: bool, as_json: bool) -> int:
-    """Compare RUN's checkpoints with their digests; exit code 1 when one is damaged.
+    """Compare checkpoints with their digests. Exit code 1 when one is damaged.
 
     RUN may also be RUN@STEP, or any checkpoint's folder.
     """
@@ -92,7 +92,7 @@ def verify(run: str, step: int | None, deep: bool, as_json: bool) -> int:
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @as_json
 def gc(run: str, dry_run: bool, as_json: bool) -> int:
-    """Remove the checkpoints of RUN that its job's rules do not keep (a driver at work does so by itself)."""
+    """Remove checkpoints that the job's rules drop. A driver at work does so by itself."""
     from checkpointing.retention import retain, superfluous
 
     folder = open_run(run)

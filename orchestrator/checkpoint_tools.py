@@ -31,7 +31,7 @@ def add_tools(group: click.Group) -> None:
 )
 @as_json
 def diff(a: str, b: str, rtol: float | None, as_json: bool) -> int:
-    """Compare the tensors of two checkpoints, whatever their layouts are; exit code 1 when they differ.
+    """Compare the tensors of two checkpoints. Their layouts may differ; exit code 1 when tensors do.
 
     A and B are each a checkpoint's folder, RUN for its newest checkpoint, or RUN@STEP.
     """
@@ -65,7 +65,7 @@ def diff(a: str, b: str, rtol: float | None, as_json: bool) -> int:
 @click.option("--layout", "text", required=True, metavar="LAYOUT", help="As in a job: pp2.dp2.tp2")
 @as_json
 def reshard(src: str, dst: str, text: str, as_json: bool) -> int:
-    """Write the checkpoint SRC into the folder DST, cut as the workers of LAYOUT hold it, and verify it.
+    """Write SRC into the folder DST, cut for a layout. It is cut as the workers of LAYOUT hold it, and verified.
 
     SRC is a checkpoint's folder, RUN for its newest checkpoint, or RUN@STEP. Training does not need this: a run goes on
     from a checkpoint of any layout.
@@ -101,7 +101,7 @@ def reshard(src: str, dst: str, text: str, as_json: bool) -> int:
 @click.option("--lose", required=True, metavar="NODES", help="Nodes as events.jsonl names them: node-2,node-3")
 @as_json
 def survive(run: str, lose: str, as_json: bool) -> int:
-    """Say which steps of RUN would survive losing NODES at once, and from where; exit code 1 when none would."""
+    """Say which steps would survive losing nodes. NODES go all at once; exit code 1 when no step would be left."""
     from checkpointing.publish import step_of
     from orchestrator.survivable import in_memory, on_storage
 

@@ -41,9 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return cli.main(args=None if arguments is None else list(arguments), standalone_mode=False) or 0
     except click.exceptions.Exit as request:
         return request.exit_code
-    except click.ClickException as error:
-        error.show()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
         return 2
+    except click.ClickException as error:
+        return fail(error.format_message(), code=2)
     except click.Abort:
         return fail("interrupted")
     except ValueError as error:
@@ -84,7 +86,7 @@ def cli() -> None:
 @text_option
 @as_json
 def demo(text: tuple[str, ...], as_json: bool) -> int:
-    """Train over a 4-node cluster on this machine, with a node killed on the way."""
+    """Train on this machine, and kill a node. The cluster has four nodes of two workers."""
     from orchestrator.demo import run_demo
 
     return run_demo(text=text or None, as_json=as_json)
@@ -100,7 +102,7 @@ def demo(text: tuple[str, ...], as_json: bool) -> int:
 def train(
     job: str, overrides: tuple[str, ...], text: tuple[str, ...], resume: bool, address: str | None, as_json: bool
 ) -> int:
-    """Train the job in JOB.yaml; an unfinished run of the same name is taken up again."""
+    """Train the job in JOB.yaml. An unfinished run of the same name is taken up again."""
     from orchestrator.config import JobConfig
 
     if text:
@@ -128,7 +130,7 @@ def train(
 @click.argument("run")
 @as_json
 def status(run: str, as_json: bool) -> None:
-    """Show how far RUN (its folder, or its name under ./runs) has come."""
+    """Show how far RUN has come. RUN is its folder, or its name under ./runs."""
     from orchestrator.status import describe_run, read_status
 
     found = read_status(open_run(run))
@@ -141,7 +143,7 @@ def status(run: str, as_json: bool) -> None:
 @cli.command(epilog="Example: planaria stop runs/my-run")
 @click.argument("run")
 def stop(run: str) -> int:
-    """Ask RUN's driver to write a checkpoint and end (the driver then exits with code 0)."""
+    """Ask RUN's driver to stop. It writes a checkpoint and exits with code 0."""
     folder = open_run(run)
     if folder.lease is None or not folder.lease.live:
         return fail(f"no driver is at work on run {folder.name!r}; there is nothing to stop")

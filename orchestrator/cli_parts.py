@@ -32,8 +32,10 @@ def open_run(run: str) -> Any:
 
 
 def _location(run: str) -> str:
-    is_name = "/" not in run and not os.path.isdir(run)
-    return os.path.join("runs", run) if is_name else run
+    """A folder here that only has the name of a run, and no job in it, is not meant."""
+    name = run.removesuffix("/")
+    is_name = "/" not in name and not os.path.exists(os.path.join(name, "job.yaml"))
+    return os.path.join("runs", name) if is_name else run
 
 
 def reach(location: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from orchestrator.checkpoint_tools import find_checkpoint, refuse_kept
@@ -13,7 +15,7 @@ from orchestrator.cli_parts import as_json, fail, print_json, reach
 @click.argument("dst")
 @as_json
 def export_command(src: str, dst: str, as_json: bool) -> int:
-    """Write the model of the checkpoint SRC into the new folder DST for Hugging Face's transformers (as a Llama).
+    """Write SRC's model for transformers. It goes into the new folder DST in Hugging Face's format (as a Llama).
 
     SRC is a checkpoint's folder, RUN for its newest checkpoint, or RUN@STEP; it must be in a run's folder, whose job
     says what the model is.
@@ -48,7 +50,7 @@ def export_command(src: str, dst: str, as_json: bool) -> int:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job; the value is YAML.")
 @as_json
 def import_command(src: str, job: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Make SRC the first checkpoint of the new run that JOB.yaml names; 'planaria train' then begins from it.
+    """Make SRC the first checkpoint of a new run. JOB.yaml names the run, and 'planaria train' then begins from it.
 
     SRC is a folder in Hugging Face's format (a Llama) or a checkpoint of torch.distributed.checkpoint, whose optimizer
     state is taken over where it has one.
@@ -90,5 +92,6 @@ def import_command(src: str, job: str, overrides: tuple[str, ...], as_json: bool
         print_json({"path": made, "source": src, "optimizer_tensors": num_states})
     else:
         state = f"{num_states} tensors of optimizer state" if num_states else "fresh optimizer state"
-        click.echo(f"{made}: imported with {state}, and verified; go on with: planaria train {job}")
+        again = shlex.join(["planaria", "train", job, *(part for text in overrides for part in ("--set", text))])
+        click.echo(f"{made}: imported with {state}, and verified; go on with: {again}")
     return 0

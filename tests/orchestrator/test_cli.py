@@ -71,6 +71,36 @@ def test_reserved_commands_say_so(command: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == f"planaria: 'planaria {command}' is not available in this version\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train"], "Missing argument 'JOB.yaml'."),
+        (["train", "nowhere.yaml"], "nowhere.yaml cannot be read: No such file or directory"),
+        (["train", "job.yaml", "--bogus"], "No such option '--bogus'."),
+        (["tarin"], "No such command 'tarin'."),
+        (["checkpoint", "show", "nobody"], "there is no run in "),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"planaria: {sentence}") and error.count("\n") == 1
+
+
+def test_a_folder_that_only_has_a_runs_name_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunFolder("runs", "docs").acquire(JOB)
+    (tmp_path / "docs").mkdir()
+    for name in ("docs", "docs/", "runs/docs"):
+        assert main(["status", name]) == 0
+        assert "run docs" in capsys.readouterr().out
+
+
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A trainer that notes what it was asked, and ends as ``trained["error"]`` says."""

@@ -88,7 +88,8 @@ def test_another_jobs_run_is_refused_by_key(tmp_path: Path, resume: bool) -> Non
     first.acquire(JOB)
     first.finish("stopped")
     other = JOB.with_overrides(["data.seq_len=64", "optimizer.lr=1e-4", "layout=dp2"])
-    with pytest.raises(RunRefused, match=r"another job, which differs in data.seq_len, optimizer.lr; choose a new run.name, or put these back"):
+    differing = "data.seq_len, optimizer.lr; choose a new run.name, or put these back"
+    with pytest.raises(RunRefused, match=f"another job, which differs in {differing}"):
         folder(tmp_path).acquire(other, resume=resume)
     assert first.read_job() == JOB.resolved()
 
