@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from orchestrator.recovery import NextGeneration, Source
 from tests.checkpointing.node_keepers import Reference, cut, random_reference
 from tests.orchestrator.jobs import Drive, assert_every_step_once, assert_same_course, job, write_text
 from tests.orchestrator.movers import Mover, expert_schema
-from workers.plan import Plan
+from workers.plan import Order, Plan
 
 NUM_WORKERS = 8
 STEPS_EACH = 2  # and one more, since a stop is asked for while a step is under way
@@ -48,7 +49,7 @@ class Walk(Controller):
     """The controller with another answer to the question which layout is next: the next one of the route.
 
     At the end of each leg it looks into the keepers. There is what every worker wrote right after it had taken over the
-    state, and what it wrote last.
+    state, and what it wrote last: here that is all that it holds, also what another worker of its node writes.
     """
 
     route: Sequence[Layout] = ()
@@ -63,6 +64,10 @@ class Walk(Controller):
         self._preferred = (self.route[len(self.legs)],)
         self._began = source.step
         return super()._replan(source)
+
+    def _orders(self, upcoming: NextGeneration) -> list[Order]:
+        orders = super()._orders(upcoming)
+        return [replace(order, written=pieces(self._schema, order.layout, order.rank)) for order in orders]
 
     def _better_layout(self, plan: Plan) -> bool:
         return self.step >= self._began + STEPS_EACH and len(self.legs) + 1 < len(self.route)
