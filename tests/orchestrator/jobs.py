@@ -30,6 +30,7 @@ from orchestrator.trainer import ElasticTrainer, JobEnd
 Line = dict[str, Any]
 # How far a loss may be from that of another layout, relative. `make prove` shows in fp64 that it is all rounding.
 PRECISION, R = ("fp64", 1e-10) if os.environ.get("PLANARIA_PROVE") == "1" else ("fp32", 1e-5)
+REFERENCE_STEPS = 150  # of the run of one worker: more than any run makes that is held against it
 
 
 def write_text(folder: Path) -> Path:

@@ -35,14 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path, ray_cluster: LocalCluster) -> list[Line]:
-    """The metrics of one worker on its own."""
-    drive = Drive(job(folder, "reference", "training.max_steps=150"), ray_cluster)
-    assert drive.run().error is None
-    return drive.metrics
-
-
 def test_a_keeper_then_two_losses_at_once_then_an_owner_with_its_copy(
     folder: Path, cluster: LocalCluster, reference: list[Line]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.local_cluster import LocalCluster
 from tests.orchestrator.jobs import (
+    REFERENCE_STEPS,
     Drive,
     Line,
     assert_bitwise_equal,
@@ -22,23 +23,12 @@ from tests.orchestrator.jobs import (
     write_text,
 )
 
-STEPS = 150  # of the longest run that is compared with the reference
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recovery")
     write_text(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path, ray_cluster: LocalCluster) -> list[Line]:
-    """The metrics of one worker on its own."""
-    drive = Drive(job(folder, "reference", f"training.max_steps={STEPS}"), ray_cluster)
-    assert drive.run().error is None
-    assert_every_step_once(drive.metrics, STEPS)
-    return drive.metrics
 
 
 @pytest.mark.timeout(600)  # it waits for workers to start three times, which takes minutes on a busy machine
@@ -50,7 +40,7 @@ def test_a_lost_node_is_survived_under_another_layout_and_regrown_without_losing
         "node",
         "scaling.num_workers=[4, 8]",
         "layout=[dp2.tp2.pp2, dp3.pp2, dp2.pp2]",
-        f"training.max_steps={STEPS}",
+        f"training.max_steps={REFERENCE_STEPS}",
     )
     drive = Drive(config, cluster)
     since_regrown = 0
