@@ -87,7 +87,7 @@ class Layout:
         layers = None
         too_long = re.search(rf"[0-9]{{{_MOST_DIGITS + 1},}}", text)
         if too_long is not None:
-            raise ValueError(f"layout: {too_long[0][:_MOST_DIGITS]}… is too large a number ({len(too_long[0])} digits)")
+            raise ValueError(f"layout {too_long[0][:_MOST_DIGITS]}…: a size of {len(too_long[0])} digits is too large")
         if text.strip() == "1":
             return cls()
         for token in re.split(r"[·.]", text.strip()):

@@ -67,8 +67,9 @@ class RunConfig(JobSection):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            raise ConfigError("name", f"is {self.name!r}; allowed: letters, digits, '.', '_' and '-', as in 'my-run-1'")
+        if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.name):
+            allowed = "at most 100 letters, digits, '.', '_' and '-', as in 'my-run-1'"
+            raise ConfigError("name", f"is {self.name!r}; allowed: {allowed}")
         if not self.storage_path:
             raise ConfigError("storage_path", "is ''; allowed: a folder, s3://bucket/prefix or any pyarrow URI")
         if urlsplit(self.storage_path).password:
@@ -99,6 +100,8 @@ class ScalingConfig(JobSection):
         for name, amount in (self.resources_per_worker or {}).items():
             if amount < 0:
                 raise ConfigError(f"resources_per_worker.{name}", f"is {amount!r}; allowed: a number of at least 0")
+        if not any(amount > 0 for amount in self.worker_resources().values()):
+            raise ConfigError("resources_per_worker", "asks for nothing; a worker needs some of a resource (CPU: 0.1)")
         return self
 
     @property

@@ -14,6 +14,7 @@ what is left of the state.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections.abc import Callable, Sequence
@@ -108,6 +109,8 @@ class Controller:
                 self._finish(self.generation, ended.step)
                 return
             source = self._resized(upcoming.plan) if ended.kind == "paused" else self._failed(ended, upcoming)
+            if self._stop.check():  # while a generation recovered: the next one may never make a step
+                break
         # No further step is to be made; only the last one's checkpoint may be missing.
         if self._ledger.open_incident is not None:
             self._ledger.open_incident.close(generation=self.generation, source_tier=source.tier)
@@ -326,9 +329,13 @@ class Controller:
         self._membership.forget(survivors.dead_workers, survivors.dead_nodes)
         if ended.unusable is not None:
             self._survival.distrust(ended.unusable)
-        decision = self._failures.decide(ended.cause.strip().splitlines()[-1], self.step)
+        sentence = ended.cause.strip().splitlines()[-1]
+        # What an error of the user's says may differ each time (a number, an address): its type does not.
+        kind = sentence.partition(":")[0] if ended.raised and ended.unusable is None else sentence
+        decision = self._failures.decide(kind, sentence, self.step)
         try:
             if isinstance(decision, End):
+                self._save_what_is_left(survivors.holdings)
                 raise JobFailed(decision.reason)
             source = self._newest(survivors.holdings)
         except JobFailed as failure:
@@ -337,6 +344,13 @@ class Controller:
         incident.steps_run_again = max(0, self.step - source.step)
         self.step = source.step
         return source
+
+    def _save_what_is_left(self, holdings: Sequence[Holding]) -> None:
+        """The job ends, but what it made need not be lost with it."""
+        with contextlib.suppress(JobFailed):
+            source = self._newest(holdings)
+            if source.tier == "memory":
+                self._saver.save(self._schema, self._nodes, source.generation, source.step)
 
     def _quiesce(self, ended: Ended, upcoming: NextGeneration, patience: float = ANSWER_S) -> Survivors:
         survivors = self._running.quiesce(ended, self._nodes, patience)

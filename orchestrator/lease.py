@@ -68,8 +68,10 @@ def take_lease(storage: Storage, before: Lease | None, ttl_s: float) -> Lease | 
 
 
 def renew_lease(storage: Storage, lease: Lease, status: str = "running") -> Lease:
-    """Move the expiry (or write the final ``status``). Raises LeaseLost when a higher epoch exists."""
+    """Move the expiry (or write the final ``status``). Raises LeaseLost when a higher epoch exists, or none."""
     newest = storage.names("lease")[-1:]
+    if not newest:
+        raise LeaseLost("the run's folder was taken away while its driver was at work")
     if newest != [_name(lease)]:
         raise LeaseLost(f"another driver has taken over this run (epoch {lease.epoch} is no longer the newest)")
     renewed = replace(lease, expires=time.time() + lease.ttl_s, status=status)

@@ -24,10 +24,13 @@ def find_build(name: str, folders: Sequence[Path]) -> Build:
     sys.path[:0] = places
     try:
         build = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {name!r} cannot be imported from {' or '.join(places)}: {error}") from None
+    except (Exception, SystemExit) as error:  # it is the user's code that runs
+        what = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"model {name!r} cannot be imported from {' or '.join(places)}: {what}") from None
     finally:
         sys.path[:] = before
+    if not callable(build):
+        raise ValueError(f"model {name!r} is {type(build).__name__}; it must be a function build(vocab_size, seq_len)")
     return build
 
 

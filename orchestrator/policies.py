@@ -84,15 +84,15 @@ class FailurePolicy:
     _last: tuple[str, int] | None = None
     _repeats: int = field(default=0)
 
-    def decide(self, signature: str, step: int) -> Go | End:
-        """``signature`` names the kind of failure, ``step`` is the last step that was made."""
+    def decide(self, kind: str, sentence: str, step: int) -> Go | End:
+        """``kind`` is equal for equal failures, ``sentence`` says what happened; ``step`` is the last one made."""
         self.num_failures += 1
-        again = self._last is not None and self._last[0] == signature and step <= self._last[1]
+        again = self._last is not None and self._last[0] == kind and step <= self._last[1]
         self._repeats = self._repeats + 1 if again else 1
         if not again:
-            self._last = (signature, step)
+            self._last = (kind, step)
         if 0 <= self.max_failures < self.num_failures:
-            return End(f"failure {self.num_failures} is more than max_failures={self.max_failures} allows: {signature}")
+            return End(f"failure {self.num_failures} is more than max_failures={self.max_failures} allows: {sentence}")
         if self._repeats >= self.max_identical:
-            return End(f"the same failure came {self._repeats} times in a row without a step forward: {signature}")
+            return End(f"the same failure came {self._repeats} times in a row without a step forward: {sentence}")
         return Go()

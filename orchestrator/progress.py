@@ -43,7 +43,7 @@ def event_line(event: dict[str, Any]) -> str | None:
         case "state" if event["state"] == "starting":
             return "starting the workers, and waiting until they are warm"
         case "state" if event["state"] == "waiting":
-            return f"waiting for workers; the state of step {event['step']} stays in memory"
+            return f"waiting for workers; training goes on from step {event['step']}"
         case "fallback":
             return f"going back to the checkpoint of step {event['step']}: {event['cause']}"
         case "start_failed":

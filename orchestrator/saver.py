@@ -98,7 +98,8 @@ class Saver:
             # Pins make way for those of the next checkpoint, which may be due before this one is written.
             overtaken = pinned and isinstance(error, StateLost | HoldingUnusable)
             kind = "checkpoint_skipped" if overtaken else "checkpoint_failed"
-            self._ledger.event(kind, step=step, cause=str(error).splitlines()[-1])
+            lost = isinstance(error, ray.exceptions.RayActorError)  # of which Ray tells at length
+            self._ledger.event(kind, step=step, cause="a keeper died" if lost else str(error).splitlines()[-1])
             return None
         seconds = round(time.monotonic() - started, 3)
         self._ledger.event("checkpoint", step=step, path=checkpoint, seconds=seconds)
@@ -119,7 +120,7 @@ class Saver:
         try:
             written = ray.get(writing)
             checkpoint = commit(attempt, schema, state[0].snapshot, [entry for entries in written for entry in entries])
-        except BaseException:
+        except Exception:  # an interrupt does not wait: the next driver sweeps
             ray.wait(writing, num_returns=len(writing))  # a keeper that still writes would make its files again
             give_up(attempt)  # on a full disk, half a checkpoint is in the way of what comes next
             raise

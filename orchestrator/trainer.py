@@ -157,8 +157,8 @@ class ElasticTrainer:
 
 
 def _line_of(folder: RunFolder, step: int) -> dict[str, Any]:
-    """What an earlier driver wrote of ``step``: where a run stands whose driver made no step itself."""
-    return next((line for line in folder.read_metrics() if line["step"] == step), {})
+    """What an earlier driver wrote of ``step`` (0: of the last one): where a run stands whose driver made no step."""
+    return next((line for line in reversed(folder.read_metrics()) if step in (0, line["step"])), {})
 
 
 def _layouts(config: JobConfig, model: Any) -> tuple[tuple[Layout, ...] | None, Callable[[Layout], bool]]:
@@ -194,8 +194,8 @@ def _check_resources(config: JobConfig, nodes: Nodes) -> None:
 def _cleaned_up(nodes: Nodes, readers: Readers, saver: Saver) -> Iterator[None]:
     try:
         yield
+        saver.wait()  # but for an interrupt, and for a run that is another driver's now
     finally:
-        saver.wait()
         readers.shut_down()
         nodes.shut_down()
 

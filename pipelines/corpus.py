@@ -53,6 +53,8 @@ class Corpus:
         documents: list[Document] = []
         seen: set[str] = set()
         for source in (text,) if isinstance(text, str) else text:
+            if not source:
+                raise ValueError("data.text is empty; it is 'stdlib', or files and folders")
             root, files = _files(source)
             num_before = len(documents)
             for path in files:

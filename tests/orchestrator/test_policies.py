@@ -86,16 +86,18 @@ def test_under_another_layout_ranks_follow_the_placement() -> None:
 
 def test_equal_failures_end_a_job_unless_a_step_comes_between() -> None:
     policy = FailurePolicy(max_failures=-1, max_identical=3)
-    assert policy.decide("boom", 4) == policy.decide("boom", 4) == Go()
-    assert policy.decide("bang", 4) == Go(), "another failure"
-    assert policy.decide("boom", 4) == Go()
-    assert policy.decide("boom", 5) == Go(), "a step forward"
-    assert policy.decide("boom", 3) == Go(), "falling back to a checkpoint is no step forward"
-    assert policy.decide("boom", 5) == End("the same failure came 3 times in a row without a step forward: boom")
+    assert policy.decide("boom", "boom is why", 4) == policy.decide("boom", "boom at 7", 4) == Go()
+    assert policy.decide("bang", "bang is why", 4) == Go(), "another failure"
+    assert policy.decide("boom", "boom is why", 4) == Go()
+    assert policy.decide("boom", "boom is why", 5) == Go(), "a step forward"
+    assert policy.decide("boom", "boom is why", 3) == Go(), "falling back to a checkpoint is no step forward"
+    assert policy.decide("boom", "boom is why", 5) == End(
+        "the same failure came 3 times in a row without a step forward: boom is why"
+    )
 
 
 def test_max_failures_counts_all_of_them() -> None:
     policy = FailurePolicy(max_failures=2, max_identical=3)
-    assert policy.decide("a", 1) == policy.decide("b", 2) == Go()
-    assert policy.decide("c", 3) == End("failure 3 is more than max_failures=2 allows: c")
-    assert isinstance(FailurePolicy(max_failures=0, max_identical=3).decide("a", 1), End)
+    assert policy.decide("a", "a is why", 1) == policy.decide("b", "b is why", 2) == Go()
+    assert policy.decide("c", "c is why", 3) == End("failure 3 is more than max_failures=2 allows: c is why")
+    assert isinstance(FailurePolicy(max_failures=0, max_identical=3).decide("a", "a is why", 1), End)

@@ -168,6 +168,22 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert str(tmp_path) not in sys.path
 
 
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("1 / 0", "cannot be imported from .*: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "cannot be imported from .*: SystemExit: 3"),
+        ("def build(:", "cannot be imported from .*: SyntaxError: invalid syntax"),
+        ("build = 5", "is int; it must be a function build"),
+    ],
+)
+def test_a_model_whose_module_is_broken(source: str, sentence: str, tmp_path: Path) -> None:
+    module = f"broken_{abs(hash(source))}"  # Python keeps what it has imported
+    (tmp_path / f"{module}.py").write_text(source)
+    with pytest.raises(ValueError, match=sentence):
+        find_build(f"{module}:build", [tmp_path])
+
+
 @pytest.mark.parametrize("kind", ["package", "module", "folder"])
 def test_what_ray_would_import_instead_of_us(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's processes look into the driver's current folder first, also when the driver itself does not."""

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import secrets
+import shutil
 import signal
 import threading
 import time
@@ -141,6 +142,16 @@ def test_a_driver_elsewhere_is_believed_until_its_lease_ends(tmp_path: Path) -> 
         folder(tmp_path).acquire(JOB)
     _edit_lease(tmp_path, expires=time.time() - 1)
     assert folder(tmp_path).acquire(JOB).epoch == 2
+
+
+def test_a_driver_whose_folder_is_taken_away(tmp_path: Path) -> None:
+    driver = folder(tmp_path)
+    driver.acquire(JOB)
+    shutil.rmtree(tmp_path)
+    assert driver._lease is not None
+    object.__setattr__(driver._lease, "expires", 0.0)
+    with pytest.raises(LeaseLost, match="the run's folder was taken away while its driver was at work"):
+        driver.renew()
 
 
 def test_an_older_driver_is_fenced(tmp_path: Path) -> None:

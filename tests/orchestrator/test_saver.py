@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
+from ray import exceptions
 
 from checkpointing.arena import ArenaAddress
 from checkpointing.config import CheckpointConfig
@@ -31,13 +31,13 @@ def test_half_a_checkpoint_is_removed_once_nobody_writes_it(tmp_path: Path, monk
         return attempt
 
     def get(refs: list[str]) -> None:
-        raise RayError("No space left on device")
+        raise exceptions.RayError("No space left on device")
 
     def wait(refs: list[str], num_returns: int) -> None:
         assert all(attempt.exists() for attempt in attempts)
         waited.append(num_returns)
 
-    fake_ray = SimpleNamespace(get=get, wait=wait, exceptions=SimpleNamespace(RayError=RayError))
+    fake_ray = SimpleNamespace(get=get, wait=wait, exceptions=exceptions)
     monkeypatch.setattr(saver_module, "ray", fake_ray)
     monkeypatch.setattr(saver_module, "plan_shares", lambda schema, state: {"node-1": (), "node-2": ()})
     folder = RunFolder(str(tmp_path), "run")
@@ -48,6 +48,18 @@ def test_half_a_checkpoint_is_removed_once_nobody_writes_it(tmp_path: Path, monk
     assert waited == [2] and attempts and not Path(saver.directory).exists()
     (event,) = folder.read_events()
     assert (event["kind"], event["step"], event["cause"]) == ("checkpoint_failed", 5, "No space left on device")
+
+
+def test_an_interrupt_does_not_wait_for_the_keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(refs: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saver_module, "ray", SimpleNamespace(get=get, exceptions=exceptions))  # without a wait
+    monkeypatch.setattr(saver_module, "plan_shares", lambda schema, state: {})
+    folder = RunFolder(str(tmp_path), "run")
+    with pytest.raises(KeyboardInterrupt):
+        Saver(folder, CheckpointConfig(), Ledger(folder))._try(Schema((), 1), {}, [], 1, 5, pinned=False)
+    assert folder.read_events() == []
 
 
 def test_a_checkpoint_whose_pins_made_way_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +79,7 @@ def test_replicas_that_differ_are_named_and_the_checkpoint_is_written_all_the_sa
 ) -> None:
     monkeypatch.setattr(saver_module, "plan_shares", lambda schema, state: {})
     monkeypatch.setattr(saver_module, "commit", lambda *_: "step-5")
-    monkeypatch.setattr(saver_module, "ray", SimpleNamespace(get=list, exceptions=SimpleNamespace(RayError=RayError)))
+    monkeypatch.setattr(saver_module, "ray", SimpleNamespace(get=list, exceptions=exceptions))
     schema = Schema((TensorSpec("w", (4,), "float32", None, "first"),), 1)
     piece = Piece("w", (0,), (4,))
     replicas = [

@@ -72,6 +72,9 @@ def test_what_cannot_be_used_is_one_sentence_that_names_it(tmp_path: Path) -> No
         Corpus.open(str(bad))
     with pytest.raises(ValueError, match="names no source"):
         Corpus.open(())
+    for empty in ("", ("", str(bad))):
+        with pytest.raises(ValueError, match="data.text is empty"):
+            Corpus.open(empty)
 
 
 def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
